@@ -1,8 +1,8 @@
 """Plumbline: does a distributed trainer compute what one device computes?
 
-What a subject needs is here: ``subject``, ``current_job``, and the reference ``Trainer``; and ``attach``, which checks
-the training of the process that calls it. Nothing is imported
-before it is asked for, so that pytest and the workers start fast.
+It exports what a subject needs (``subject``, ``current_job`` and the reference ``Trainer``), and ``attach``, which
+checks the training of the process that calls it. Names are imported when they are first used, so that pytest and the
+workers start fast.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
     "subject",
 ]
 
-# The callbacks are not in __all__, which everybody can import: they need the library whose callbacks they are.
+# The callbacks are not in __all__, because importing them needs the library that they are for.
 _HOMES = {
     "attach": "plumbline.check.attach",
     "checked": "plumbline.check.callbacks.checked",
@@ -58,7 +58,7 @@ def __getattr__(name: str) -> Any:
     import gc
     import importlib
 
-    # Searching for garbage among what modules make, which stays, takes longer than making it.
+    # Objects that modules create stay alive. Searching them for garbage takes longer than creating them.
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -4,7 +4,7 @@ Throughput is samples over time, both summed before they are divided: a mean of 
 fastest rounds. The time of a round is that of its slowest rank, since a round is over when all ranks have trained it.
 
 The bubble of a pipeline is the part of all stages' time in which they wait: 1 - busy / (ranks × span), from the step's
-first chunk to the end of its last one. Work beside the chunks (the optimizer, sums of tied weights) lies outside of it.
+first chunk to the end of its last one. Other work (the optimizer, sums of tied weights) is outside of that time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from plumbline.workloads import PERFORMANCE
 
 @dataclass(frozen=True)
 class SampleWork:
-    """``tokens`` of a sample, 0 without any; its ``flops``, forward and backward; ``peak`` of a device, or why none."""
+    """A sample's ``tokens`` (or 0) and ``flops``, forward and backward; a device's ``peak``, or why it is unknown."""
 
     tokens: int
     flops: float
@@ -44,10 +44,10 @@ def work_of(cell: Cell, device: str | None) -> SampleWork:
 
 @cache
 def _work_of_workload(name: str, accelerator: str) -> tuple[int, float]:
-    """Count the operations of a forward and a backward pass over two samples, without computing them.
+    """Return a sample's tokens, and its operations in a forward and a backward pass, counted without computing them.
 
-    Matrix products, convolutions and attention count, a multiplication with its addition as two; the causal half of
-    attention counts whole. Nothing is counted twice that a trainer computes twice to save memory.
+    Matrix products, convolutions and attention count, a multiplication with its addition as two. Causal attention
+    counts like full attention. What a trainer recomputes to save memory (activation checkpoints) is not counted again.
     """
     workload = PERFORMANCE[name].on(accelerator)
     batch = {key: column.to("meta") for key, column in workload.columns(2, torch.Generator()).items()}
@@ -59,12 +59,12 @@ def _work_of_workload(name: str, accelerator: str) -> tuple[int, float]:
 
 
 Step = Mapping[int, Sequence[Chunk]]  # the chunks of one step by rank, in the order in which they ran
-MOST_CHUNKS: Final = 1000  # a timeline of more chunks is neither kept nor drawn: nobody could read it
+MOST_CHUNKS: Final = 1000  # a timeline of more chunks would be unreadable: it is neither kept nor drawn
 _NS = 1e9
 
 
 def bubble(timed: LaunchTimings, groups: Sequence[Sequence[int]]) -> float | None:
-    """Return the median bubble of a launch's steps, the mean over its pipelines; None where chunks are missing."""
+    """Return the median over steps of the mean bubble of a launch's pipelines; None if chunks are missing."""
     steps = _followed_steps(timed)
     if not steps:
         return None
@@ -79,7 +79,7 @@ def bubble(timed: LaunchTimings, groups: Sequence[Sequence[int]]) -> float | Non
 
 
 def timeline(timed: LaunchTimings, groups: Sequence[Sequence[int]]) -> tuple[TimelineChunk, ...]:
-    """Return the chunks of the last step that was followed, from its beginning; stages count in the model's order."""
+    """Return the chunks of the last recorded step, from its beginning, with stages numbered in the model's order."""
     steps = _followed_steps(timed)
     if not steps or sum(map(len, steps[-1].values())) > MOST_CHUNKS:
         return ()
@@ -120,7 +120,7 @@ QUANTILES: Final = 41  # number of evenly spaced quantiles of single steps, from
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric's unit, and which direction is better, None where neither is."""
+    """A metric's unit, and which direction is better, None if neither is."""
 
     unit: str
     better: Literal["higher", "lower"] | None = None
@@ -161,7 +161,7 @@ METRICS: Final[Mapping[str, Metric]] = {
 }
 
 Key = tuple[str, "int | None"]  # a metric, and the rank it is about, None if it is about all of them
-Groups = Sequence[Sequence[int]]  # ranks that see the same samples, by their numbers
+Groups = Sequence[Sequence[int]]  # groups of ranks that see the same samples
 
 
 class SamplesError(ValueError):
@@ -176,9 +176,9 @@ def samples_of(
 ) -> dict[Key, list[float]]:
     """Return the value of each metric in each launch, in order; metrics that a launch lacks are left out.
 
-    ``work`` is what a sample is in tokens and operations; without it nothing is told in these. ``replicas`` are the
-    groups of ranks that hold one model together and see the same samples (unless given, each rank alone).
-    It raises ``SamplesError`` where throughput is undefined.
+    ``work`` has the tokens and operations of a sample; without it, metrics of these are left out. ``replicas`` are the
+    groups of ranks that together hold one model and see the same samples (default: each rank alone).
+    Raise ``SamplesError`` if throughput is undefined.
     """
     found: dict[Key, list[float]] = {}
     for launch in launches:
@@ -249,7 +249,7 @@ def _work(
 
 
 def _data_wait(timed: LaunchTimings, groups: Groups) -> float:
-    # The later stages of a pipeline wait for the stages before them, and not for data: of a group the least counts.
+    # Later stages of a pipeline wait for earlier ones, not for data, so the shortest wait of a group counts.
     waits = {
         rank.rank: sum(one.waited for one in rank.rounds) / sum(one.seconds for one in rank.rounds)
         for rank in timed.ranks
@@ -268,7 +268,7 @@ def _wall(rounds: Sequence[Round]) -> float:
 
 
 def _consumed(rounds: Sequence[Round], groups: Groups) -> int:
-    # Of a pipeline some stages may never call the job's model.
+    # Some stages of a pipeline may never call the job's model, so the rank with most samples counts.
     samples = [sample for group in groups for sample in max((rounds[rank].samples for rank in group), key=len)]
     if not samples:
         raise SamplesError("no samples passed through job.model() in a round: train the model that job.model() returns")

@@ -45,7 +45,7 @@ def measurements(
 
 
 def not_applicable(cell: Cell, launches: Sequence[LaunchSample], device: str | None = None) -> dict[str, str]:
-    """Return which metrics do not apply to ``cell``, or not here, by their names, and why."""
+    """Return, by name, the metrics that do not apply to ``cell`` or cannot be measured here, and why."""
     found: dict[str, str] = {}
     peak, looked = work_of(cell, device).peak, [rank for launch in launches for rank in launch.timed.ranks]
     if isinstance(peak, str):
@@ -92,9 +92,10 @@ def _code(kind: type) -> str:
 def scaling(measurements: Sequence[Measurement]) -> list[Measurement]:
     """Return the scaling efficiency of each throughput on several devices that was also measured on a single one.
 
-    It is the throughput over that of one device times their number. With a constant batch on each device (weak scaling)
-    it shows the cost of communication; with a constant global batch (strong scaling), also that of smaller batches.
-    ``samples`` are divided launch by launch; the bounds combine those of both figures, taken as independent.
+    It is the throughput divided by the number of devices times the throughput of one device. With a constant batch on
+    each device (weak scaling) it shows the cost of communication; with a constant global batch (strong scaling), also
+    the cost of smaller batches. ``samples`` are divided launch by launch; the bounds combine the bounds of both
+    figures, assumed to be independent.
     """
     figures = [one for one in measurements if one.metric == "throughput" and one.value is not None]
     single = {_kind(one): one for one in figures if one.num_nodes * one.gpus == 1}

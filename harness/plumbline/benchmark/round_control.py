@@ -15,7 +15,7 @@ from plumbline.worker.timing.round_barrier import GO, REPORT
 
 
 class MissingRanksError(Exception):
-    """Not all ranks reached the barrier: ``ranks`` did not. ``late``: they still run, but the time limit has passed."""
+    """The ranks ``ranks`` did not reach the barrier. ``late``: they still run, but the time limit has passed."""
 
     def __init__(self, ranks: set[int], *, late: bool) -> None:
         super().__init__(f"ranks {sorted(ranks)} did not reach the barrier")
@@ -24,7 +24,7 @@ class MissingRanksError(Exception):
 
 
 class RoundControl:
-    """The barrier of the ranks of one launch, a Unix socket at ``path``; ``LaunchError``: it cannot be bound."""
+    """The barrier of one launch's ranks, a Unix socket at ``path``; raises ``LaunchError`` if it cannot be bound."""
 
     def __init__(self, path: Path, ranks: int) -> None:
         self._path = path
@@ -45,7 +45,7 @@ class RoundControl:
         self._gone: set[int] = set()
 
     def wait(self, seconds: float) -> None:
-        """Wait for every rank; ``MissingRanksError``: a connection was closed, or one took longer than ``seconds``."""
+        """Wait for every rank; raise ``MissingRanksError`` if one closes its connection or exceeds ``seconds``."""
         for _ in self._next_lines(seconds):
             pass
 
@@ -58,7 +58,7 @@ class RoundControl:
         return [json.loads(line) for _, line in sorted(self._next_lines(seconds))]
 
     def close(self) -> None:
-        """Close all connections: ranks that wait take it as the end."""
+        """Close all connections. Waiting ranks take this as the end."""
         self._selector.close()
         self._listener.close()
         self._path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Launches whose ranks train in rounds: one, those of a cell paired with a hand-written loop, and a profiled one."""
+"""Launches whose ranks train in rounds: single, paired with the launch of a hand-written loop, or profiled."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from plumbline.results.records import PERFORMANCE, Profile
 from plumbline.results.run import PROFILES
 
 LEAST_ROUND_S: Final = 10 * COUNTER_PERIOD_S
-"""In a round of this length a counter that is one period late at either end is wrong by a tenth."""
+"""The shortest round. In this time, a counter that is one period late at either end is wrong by a tenth."""
 
 
 class EnergyUse:
-    """Adds up what whole devices consume between ``begin_round`` and ``end_round``; ``read`` returns their counters."""
+    """Adds up whole devices' energy between ``begin_round`` and ``end_round``; ``read`` returns their counters."""
 
     def __init__(self, read: Callable[[], Counters]) -> None:
         self._read = read
@@ -74,7 +74,7 @@ class EnergyUse:
 
 
 class TimedLaunchError(Exception):
-    """A launch that did not train to its end: the finding says why; its logs lie in ``folder``."""
+    """A launch did not train to its end. The finding says why; its logs are in ``folder``."""
 
     def __init__(self, finding: Finding, folder: Path) -> None:
         super().__init__(finding.message)
@@ -84,7 +84,7 @@ class TimedLaunchError(Exception):
 
 @dataclass(frozen=True)
 class LaunchTimings:
-    """What one launch measured, by rank; ``energy`` is in joules, or says why that is not known."""
+    """What one launch measured, by rank; ``energy`` is in joules, or says why it is unknown."""
 
     ranks: tuple[RankTiming, ...]
     seconds: float
@@ -93,7 +93,7 @@ class LaunchTimings:
 
 @dataclass(frozen=True)
 class LaunchSample:
-    """One launch of the cell, and that of the hand-written loop whose rounds were paired with its own, if any."""
+    """One launch of the cell, and the paired launch of the hand-written loop (the yardstick), if any."""
 
     timed: LaunchTimings
     yardstick: LaunchTimings | None = None
@@ -102,9 +102,9 @@ class LaunchSample:
 class TimedLaunch:
     """One launch of a cell of a performance workload. When ``begin`` returns, its ranks are warmed up and wait.
 
-    Every method but ``close`` may raise ``TimedLaunchError`` (a rank raised, died or hung, or did not make one step of
+    Every method but ``close`` can raise ``TimedLaunchError`` (a rank raised, died or hung, or did not take one step for
     each batch) and ``LaunchError`` (the pool's server has died). After either, and after ``end``, the launch is over. A
-    pool has one launch at a time; launches of several pools may take turns, since waiting ranks use no processor time.
+    pool has one launch at a time; launches of several pools can take turns, since waiting ranks use no processor time.
     """
 
     def __init__(self, cell: Cell, folder: Path, control: RoundControl, launched: CellLaunch, seconds: float) -> None:
@@ -145,7 +145,7 @@ class TimedLaunch:
             self._wait()
 
     def end(self) -> LaunchTimings:
-        """Take the ranks' reports, and let them train to the end."""
+        """Collect the ranks' reports, and let them train to the end."""
         try:
             reports = self._control.reports(self._seconds)
         except MissingRanksError as missing:
@@ -160,7 +160,7 @@ class TimedLaunch:
     def close(self) -> None:
         if self._is_over:
             return
-        self._control.close()  # ranks that wait take it as the end
+        self._control.close()  # waiting ranks take this as the end
         with suppress(TimedLaunchError, LaunchError):
             self._finish(EXIT_GRACE_S)
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -177,7 +177,7 @@ class TimedLaunch:
         trace = self._finish(0.0 if missing.late else EXIT_GRACE_S)
         rank = min(missing.ranks)
         if missing.late and rank in trace.exits:
-            # The ranks that waited were ended too; their exits do not say what took too long.
+            # The waiting ranks were ended too. Their exits do not say what took too long.
             exit = trace.exits[rank]
             return self._error(Finding(PERFORMANCE, exit.outcome, f"rank {rank}: {exit.message}", rank=rank))
         unknown = f"rank {rank} ended between two rounds for an unknown reason"
@@ -199,24 +199,24 @@ class TimedLaunch:
 
 
 class TrainsRounds(Protocol):
-    """Whatever trains a round at a time."""
+    """An object that trains one round at a time."""
 
     def round(self) -> object:
         """Train a round."""
 
 
 def interleaved(launches: Sequence[TrainsRounds], rounds: int) -> None:
-    """Let ``launches`` train ``rounds`` rounds in turns: A B, B A, …, as a machine that grows slower slows both."""
+    """Let ``launches`` train ``rounds`` rounds in turns: A B, B A, …, so that drift of the machine affects both."""
     for number in range(rounds):
         for launch in launches if number % 2 == 0 else reversed(launches):
             launch.round()
 
 
 def profiled(pool: Pool, cell: Cell, new_folder: Callable[[], Path], settings: Settings) -> tuple[Profile, Path]:
-    """Train ``cell`` once under torch's profiler; return what is there, and the folder that the files lie in.
+    """Train ``cell`` once under torch's profiler; return the profile's record, and the folder with its files.
 
-    The record has paths within the run's folder. A launch that fails is a problem of the profile alone; what it
-    wrote before is kept.
+    The record has paths within the run's folder. If the launch fails, this is a problem in the record, and the files
+    written before are kept.
     """
     folder, problems = new_folder(), []
     try:
@@ -232,15 +232,15 @@ def profiled(pool: Pool, cell: Cell, new_folder: Callable[[], Path], settings: S
     return Profile(files=tuple(f"{PROFILES}/{cell.id}/{name}" for name in written), problems=tuple(problems)), folder
 
 
-Begin = Callable[[int], TimedLaunch]  # begins the launch of a number, counted from 0
+Begin = Callable[[int], TimedLaunch]  # begins the launch with this number, counted from 0
 T = TypeVar("T")
 
 
 class PairedRounds:
-    """``rounds`` rounds of a launch, then those of the next: ``prepare`` and ``round`` for each, then ``finish_round``.
+    """Trains ``rounds`` rounds per launch: call ``prepare`` and ``round`` for each, and ``finish_round`` at the end.
 
-    Only ``round`` is to be timed. The yardstick's rounds are paired with the cell's, one before, one after, one before,
-    …: a machine that grows slower slows both equally. ``launches`` has the ones that are over. Where a method raises
+    Only ``round`` should be timed. Each round is paired with one of the yardstick, alternately before and after it, so
+    that a machine that becomes slower slows both equally. ``launches`` has the finished launches. If a method raises
     (``TimedLaunchError``, ``LaunchError``), ``close`` ends what still runs.
     """
 
@@ -271,7 +271,7 @@ class PairedRounds:
         self._timed.round()
 
     def finish_round(self) -> None:
-        """Do what comes after a round, once; ``prepare`` does it for the round before."""
+        """Do what comes after a round, at most once. ``prepare`` does it for the previous round."""
         if not self._unfinished:
             return
         self._unfinished = False

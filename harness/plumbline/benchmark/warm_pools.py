@@ -1,7 +1,7 @@
-"""Warm fork servers to measure from: one for each launch of a cell, kept for all the cells of a run.
+"""Warm fork servers for measurements: one for each launch of a cell, kept for all cells of a run.
 
-Ranks that are forked from one server share its memory layout and its hash seed. These move figures by a few per cent,
-the same way in each of its launches, and one of two trainers more than the other (Mytkowicz, Diwan, Hauswirth and
+Ranks that are forked from one server share its memory layout and its hash seed. These shift figures by a few per cent,
+in the same way in all launches of a server, and for one trainer more than for another (Mytkowicz, Diwan, Hauswirth and
 Sweeney, ASPLOS 2009; measured here: 2 % between servers, 1 % between launches of one). Only launches from different
 servers sample that variation.
 """
@@ -20,7 +20,7 @@ SPARE = GIB  # memory to leave for ranks and other processes, in bytes
 
 
 class WarmPools:
-    """Pools by locator; ``make`` starts one. Where memory is short, the least recently used are ended."""
+    """Pools by locator; ``make`` starts one. If memory is short, the least recently used are ended."""
 
     def __init__(self, make: Callable[[str], Pool], left: Callable[[], float | None] = memory_left) -> None:
         self._make = make
@@ -30,8 +30,7 @@ class WarmPools:
     def several(self, *locators: str, count: int) -> list[list[Pool]]:
         """Return ``count`` pools of each of ``locators``, alive and idle: their warm-up is done.
 
-        It raises ``SubjectError`` where a subject cannot be imported, ``LaunchError`` where memory is short or a server
-        died.
+        Raise ``SubjectError`` if a subject cannot be imported, ``LaunchError`` if memory is short or a server died.
         """
         found = [self._alive(locator) for locator in locators]
         self._make_room(sum(max(0, count - len(pools)) for pools in found), locators)

@@ -1,6 +1,6 @@
-"""A user's own training, unmodified: what it did on each rank, and whether that is what one device would compute.
+"""Checks a user's unmodified training: whether the ranks together compute what one device would compute.
 
-``command/`` runs the user's command, ``rank/`` records inside its processes, ``evidence/`` is what they write,
-``judge/`` reads it, ``verdict/`` and ``report/`` say what it comes to. Plumbline's own problems and trainers do not
-belong here.
+``command/`` runs the user's command, ``rank/`` records inside its processes, ``evidence/`` defines the recorded data,
+``judge/`` judges it, and ``verdict/`` and ``report/`` sum up and show the findings. Plumbline's own problems and
+trainers do not belong here.
 """

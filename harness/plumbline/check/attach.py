@@ -1,4 +1,4 @@
-"""Checks the training of the process that asks for it: in a notebook, an actor, a service."""
+"""Checks the training of the calling process, for example in a notebook, an actor or a service."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _OPEN: WeakSet[TrainingRecorder] = WeakSet()
 
 
 class Attachment:
-    """Records the optimizer steps of this process until ``close``, or until as many are recorded as were asked for.
+    """Records the optimizer steps of this process until ``close`` is called or the requested number is recorded.
 
-    It is a context manager, which closes it. ``attach`` makes it.
+    ``attach`` creates it. It is a context manager that closes it on exit.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], options: RecordingOptions, folder: str | None) -> None:
@@ -57,12 +57,12 @@ class Attachment:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all steps that were asked for are recorded on this rank, or recording has failed."""
+        """Whether all requested steps are recorded on this rank, or recording has failed."""
         return self._recorder.is_over
 
     @property
     def rank(self) -> int:
-        """The rank of this process, also after its process group is gone."""
+        """The rank of this process, known even after its process group is destroyed."""
         return self._recorder.rank
 
     def __enter__(self) -> Attachment:
@@ -74,27 +74,27 @@ class Attachment:
         self.close()
 
     def close(self) -> None:
-        """Record no more, and put back all that was replaced. Call it between two steps; again, it does nothing."""
+        """Stop recording and undo all patches. Call it between two steps. Calling it again does nothing."""
         if self._recorder not in _OPEN:
             return
         _OPEN.discard(self._recorder)
         self._recorder.finish()
         if not self._recorder.has_steps and rank_and_world() is not None:
-            with suppress(OSError, RuntimeError, UnreachableFolderError):  # then the others wait for it
+            with suppress(OSError, RuntimeError, UnreachableFolderError):  # then the other ranks wait for this one
                 self._recorder.write_end()
         self._patches.close()
 
     def verdict(self, *, wait: float | None = None) -> TrainingVerdict:
-        """Close, wait for the other ranks of the process group to close, too, and judge what all have recorded.
+        """Close, wait until the other ranks of the process group have closed too, and judge what all of them recorded.
 
-        Every rank may ask, or one of them; each that asks computes it.
+        One rank or every rank can call this. Each one that does computes the verdict itself.
 
         Args:
-            wait: Seconds to wait for other ranks; by default 60 and twice the time that recording has taken. Of ranks
-                that have not closed by then, the verdict says what is missing.
+            wait: Seconds to wait for other ranks; by default 60 plus twice the time that recording took. If a rank has
+                not closed by then, the verdict says what is missing.
 
         Raises:
-            TraceError: a file of evidence cannot be read.
+            TraceError: an evidence file cannot be read.
         """
         from plumbline.check.judge.script_checks import judged_trainings
         from plumbline.check.training_verdict import TrainingVerdict
@@ -124,7 +124,7 @@ class Attachment:
 def attach(
     *optimizers: Optimizer, steps: int = 4, after: int = 0, objective: str = "", folder: str | None = None
 ) -> Attachment:
-    """Record the next optimizer steps of this process, to judge them as ``plumbline check`` judges those of a command.
+    """Record the next optimizer steps of this process, to judge them as ``plumbline check`` judges a command's steps.
 
     Call it on every rank, before the model is made or at least between an optimizer step and the next forward::
 
@@ -133,16 +133,16 @@ def attach(
         print(attached.verdict())
 
     Args:
-        optimizers: Those that exist and are to be recorded from their next step on; by default all that exist. An
-            optimizer that is made later is recorded in any case.
-        steps: Steps of each optimizer to record.
-        after: Steps to skip first.
-        objective: What the training is declared to optimise, as ``plumbline check --objective`` takes it.
-        folder: Where ranks write what they record; by default the temporary folder. Ranks on several machines need one
-            that all of them share.
+        optimizers: Existing optimizers to record from their next step on; by default all that exist. Optimizers created
+            later are always recorded.
+        steps: Number of steps to record of each optimizer.
+        after: Number of steps of each optimizer to skip first.
+        objective: The objective that the training is declared to optimise, as in ``plumbline check --objective``.
+        folder: Where ranks write what they record; by default the temporary folder. Ranks on several machines need a
+            folder that all of them share.
 
     Raises:
-        ValueError: an argument has no meaning.
+        ValueError: an argument is invalid.
     """
     if steps < 1 or after < 0:
         raise ValueError(f"attach(steps={steps}, after={after}): steps must be 1 or more, and after 0 or more")
@@ -154,21 +154,21 @@ def attach(
 
 
 def _made_before() -> Iterator[Any]:
-    """Yield the optimizers that torch tells of their steps, and what observers want to know of, in no order."""
+    """Yield existing optimizers with step hooks, DDP modules, schedulers, meshes and process groups, in no order."""
     kinds = DistributedDataParallel, LRScheduler
     of_meshes: set[int] = set()
     for one in gc.get_objects():
         kind = type(one)
         if issubclass(kind, Optimizer):
-            if getattr(kind.step, "hooked", False):  # a wrapper around another one steps through that
+            if getattr(kind.step, "hooked", False):  # a wrapper without hooks calls the step of the wrapped optimizer
                 yield one
         elif issubclass(kind, kinds) or kind.__name__ == "DeviceMesh":
             yield one
             if kind.__name__ == "DeviceMesh":
-                with suppress(Exception):  # this rank may be outside of the mesh, or the group is gone
+                with suppress(Exception):  # this rank may be outside the mesh, or the group is gone
                     of_meshes.update(map(id, one.get_all_groups()))
     c10d: Any = getattr(torch.distributed, "distributed_c10d", None)
-    # A private name: where a version of torch lacks it, groups made before are not known.
+    # A private name: if this version of torch lacks it, groups created before are unknown.
     for group in getattr(getattr(c10d, "_world", None), "pg_map", ()):
         if id(group) not in of_meshes:
             yield group

@@ -36,10 +36,11 @@ class CheckedFunction(TrainingVerdict):
     def assert_right(self, *, require_full: bool = False) -> None:
         """Raise unless every training was judged and nothing in it is wrong.
 
-        ``require_full``: raise also where less than 99 % of gradients and updates was judged.
+        ``require_full``: also raise if less than 99 % of gradients or updates was judged.
 
         Raises:
-            AssertionError: a rank failed, no optimizer stepped, or what is wrong and what to look at.
+            AssertionError: a rank failed, no optimizer stepped, or something is wrong; the message says what to look
+                at.
         """
         __tracebackhide__ = True
         for end in self.ends:
@@ -62,13 +63,14 @@ def check_function(
     """Call ``train`` on each of ``ranks`` forked processes, record its first optimizer steps, and judge them.
 
     Args:
-        train: Called without arguments. It makes model, data and optimizer, and trains; torch.distributed is there.
+        train: Called without arguments. It creates model, data and optimizer, and trains. torch.distributed is
+            initialized.
         ranks: The number of ranks, at least 1.
         steps: Optimizer steps to record.
         after: Optimizer steps to skip first.
-        timeout: Seconds after which ranks that have not ended are ended.
-        objective: What the training is declared to optimise, as ``plumbline check --objective`` takes it.
-        resplit: Train the first step again with its samples split otherwise, as ``plumbline check --resplit`` does.
+        timeout: Seconds after which ranks that are still running are killed.
+        objective: The objective that the training is declared to optimise, as in ``plumbline check --objective``.
+        resplit: Repeat the first step with its samples split differently, as ``plumbline check --resplit`` does.
 
     Raises:
         LaunchError: the ranks cannot be started here.

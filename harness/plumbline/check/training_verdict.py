@@ -1,4 +1,4 @@
-"""The verdict on trainings of the program that asks for it, as an object."""
+"""The verdict on the trainings of the calling program, as an object."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from plumbline.core.finding import Finding
 
 @dataclass(frozen=True)
 class TrainingVerdict:
-    """The answer to one or more ``trainings``, and why. ``print`` shows all of it, and so does a notebook.
+    """The answer for one or more ``trainings``, and its reason. ``print`` and notebooks show all of it.
 
-    ``obstacle`` says what went wrong while steps were recorded, or why none was; "" if nothing did.
+    ``obstacle`` says what went wrong during recording, or why no step was recorded; "" if all went well.
     """
 
     trainings: tuple[CheckedTraining, ...]
@@ -34,7 +34,7 @@ class TrainingVerdict:
 
     @property
     def right(self) -> bool:
-        """Whether gradients and updates were judged, 99 % of them or more, and none is wrong."""
+        """Whether at least 99 % of gradients and updates were judged, and nothing is wrong."""
         return self.answer is Answer.RIGHT
 
     @property
@@ -45,7 +45,7 @@ class TrainingVerdict:
     def assert_right(self, *, require_full: bool = False) -> None:
         """Raise unless every training was judged and nothing in it is wrong.
 
-        ``require_full``: raise also where less than 99 % of gradients and updates was judged.
+        ``require_full``: also raise if less than 99 % of gradients or updates was judged.
 
         Raises:
             AssertionError: what is wrong and what to look at, or why nothing was judged.

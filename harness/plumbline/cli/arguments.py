@@ -1,4 +1,4 @@
-"""What several commands share: how they are declared, types of arguments, and how an error is printed."""
+"""Shared by the commands: declaring a command, types of arguments, and printing an error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RUN: Final = "a run's folder, for example reports/latest"
 
 
 def declare(commands: Any, name: str, do: Callable[[argparse.Namespace], int], **further: Any) -> Any:
-    """Declare the command that calls ``do``, with its docstring as description; return what adds its arguments."""
+    """Declare the command that calls ``do``, described by its docstring; return the function that adds arguments."""
     parser = commands.add_parser(name, **{"description": do.__doc__, **further})
     parser.set_defaults(do=do)
     return parser.add_argument

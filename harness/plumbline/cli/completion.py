@@ -31,7 +31,7 @@ def completion(options: argparse.Namespace) -> int:
     from plumbline.cli.suites import run_parser
 
     parser, commands = command_parser(*COMMANDS)
-    commands.choices["run"] = run_parser()  # the other one passes its words to pytest
+    commands.choices["run"] = run_parser()  # the usual parser passes all words to pytest
     for name, one in commands.choices.items():
         one.description = COMMANDS[name]
         for action in one._actions:

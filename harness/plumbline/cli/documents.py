@@ -18,7 +18,7 @@ from plumbline.subjects.load import Shipped
 from plumbline.subjects.virtual_environments import environments
 
 VERSION: Final = 1
-"""Of each schema; a field may be added without a new one."""
+"""The version of each schema. Adding a field does not change it."""
 
 
 class CellLog(BaseModel):

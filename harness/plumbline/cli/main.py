@@ -38,7 +38,7 @@ MODULES: Final = {
     **dict.fromkeys(("smoke", "subjects", "new-subject", "new-workload"), "trainers"),
     **dict.fromkeys(("report", "show", "history", "judge"), "recorded_runs"),
 }
-"""Modules of ``plumbline.cli`` that are not named as their commands; ``add_to`` declares all commands of a module."""
+"""Modules of ``plumbline.cli`` that are not named like their commands. ``add_to`` declares all commands of a module."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def command_parser(*names: str) -> tuple[argparse.ArgumentParser, Any]:
-    """Return the program's parser, and the parsers of its commands; only those with ``names`` have their options."""
+    """Return the program's parser and the parsers of its commands. Only the commands ``names`` have their options."""
     parser = _Parser(prog="plumbline", description=__doc__)
     parser.add_argument("--version", action="version", version=f"plumbline {plumbline_version()}")
     commands = parser.add_subparsers(action=_Commands, required=True, metavar="COMMAND")

@@ -18,14 +18,14 @@ COMMANDS: Final = ("check", "compare", "run")
 """The commands that have a table."""
 
 COMMAND: Final = "command"
-"""The setting of ``check`` that is what stands after ``--`` on a command line."""
+"""The setting of ``check`` for the words that follow ``--`` on a command line."""
 
 IGNORE: Final = "--no-settings"
 IGNORE_HELP: Final = f"ignore [tool.plumbline] in the {FILE} of the current folder"
 
 
 class Setting(NamedTuple):
-    """A value of the file: as it was written there, and as an option of the name ``dest`` has it."""
+    """A setting: its value as ``written`` in the file, and as the ``value`` of the option ``dest``."""
 
     dest: str
     written: Any
@@ -33,7 +33,7 @@ class Setting(NamedTuple):
 
 
 def read_settings(command: str, parser: argparse.ArgumentParser) -> dict[str, Setting]:
-    """Return the settings of a command in the current folder's file, by their names; nothing without a file.
+    """Return the settings of a command in the current folder's file, by name; empty without a file.
 
     Args:
         command: one of ``COMMANDS``.
@@ -71,13 +71,13 @@ def _read_table(command: str) -> dict[str, Any]:
 def with_settings(
     parse: Callable[[], argparse.Namespace], parser: argparse.ArgumentParser, command: str
 ) -> argparse.Namespace:
-    """Return the options that ``parse`` finds with ``parser`` on a command line, with settings where it gives none.
+    """Return the options that ``parse`` finds with ``parser`` on a command line, completed by settings of the file.
 
-    ``settings`` of the result are those that were used, as they are written in the file. It raises as
-    ``read_settings`` does.
+    ``settings`` of the result has the settings that were used, as written in the file. Raises what ``read_settings``
+    raises.
     """
     settings = {} if parse().no_settings else read_settings(command, parser)
-    # An option that is given has another value than None.
+    # With these defaults, an option that is not None was given on the command line.
     parser.set_defaults(**{one.dest: None for one in settings.values()})
     options = parse()
     used = {name: one for name, one in settings.items() if getattr(options, one.dest) in (None, [])}
@@ -120,7 +120,7 @@ def _setting(command: str, parser: argparse.ArgumentParser, name: str, value: An
 
 
 def _key(action: argparse.Action) -> str:
-    """Return the setting's name: that of the long option without dashes; "" for what no file can set."""
+    """Return the setting's name, which is the long option without dashes; "" for options that no file can set."""
     if isinstance(action, argparse._HelpAction) or IGNORE in action.option_strings:
         return ""
     if not action.option_strings:

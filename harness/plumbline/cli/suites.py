@@ -57,7 +57,7 @@ def run_parser() -> argparse.ArgumentParser:
 
 
 def _settings(words: Sequence[str]) -> dict[str, Any]:
-    """Return the settings of the project's file that the words do not give."""
+    """Return the settings of the project's file that the command line does not give."""
     given = {word.partition("=")[0] for word in words}  # pytest takes no abbreviations
     found = settings.read_settings("run", run_parser())
     return {name: one.written for name, one in found.items() if f"--{name}" not in given}

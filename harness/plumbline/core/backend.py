@@ -20,7 +20,7 @@ from plumbline.core.topology import Topology
 
 
 class Held(Enum):
-    """What devices may hold in whole or in parts."""
+    """What devices can hold in whole or in parts."""
 
     SAMPLES = "samples"
     SEQUENCE = "sequence"
@@ -76,7 +76,7 @@ def pipelines(topology: Topology) -> int:
 class Dimension:
     """One dimension of a backend's mesh; ``size`` returns its default number of devices on a topology.
 
-    The devices along it hold a part each of what is in ``splits``, and everything else in whole. ``local``: one process
+    Each device along it holds a part of what is in ``splits``, and the whole of everything else. ``local``: one process
     drives them, gathers their outputs and computes one loss. ``optional``: its size may be 1.
     """
 
@@ -91,17 +91,17 @@ class Dimension:
 class Backend:
     """One ``distributed_backend`` of a trainer.
 
-    The mean of the losses of :meth:`loss_ranks` is what is differentiated.
+    Trainers differentiate the mean of the losses of :meth:`loss_ranks`.
 
     Args:
         name: the name that users type.
         dimensions: the dimensions of its mesh, outermost first and local ones last. Empty: a single device.
         column: its column in the support table. Several backends may share one. None: it has none.
         opt_in: plan its cells only for a subject that declares it, or if the user names it.
-        chosen_by_trainer: the trainer is told no backend and chooses this one itself. One topology is tried.
+        chosen_by_trainer: the trainer gets no backend and chooses this one itself. One topology is tried.
         sampled: plan a few of its cells only, unless the user names it.
         micro_batches: each of :meth:`loss_ranks` divides its batch into this many equal parts. Their losses are
-            averaged as those of gradient accumulation are.
+            averaged as in gradient accumulation.
         sequence_pieces: each rank holds this many equal pieces of a sequence. None: one piece, of any size.
     """
 
@@ -122,7 +122,7 @@ class Backend:
         return Mesh(tuple((one.name, size) for one, size in self._sized(topology) if not one.local))
 
     def fits(self, topology: Topology) -> bool:
-        """Say whether the mesh has all devices of the topology, and several along each required dimension."""
+        """Return whether the mesh has all devices of the topology, and several along each required dimension."""
         if topology.mesh and (self.gathers or len(topology.mesh) != len(self.dimensions)):
             return False
         several = all(one.optional or size > 1 for one, size in self._sized(topology))
@@ -130,7 +130,7 @@ class Backend:
 
     @cached_property
     def smallest(self) -> Topology:
-        """The topology with the fewest devices, and the fewest nodes, that it fits."""
+        """The topology with the fewest devices, and then the fewest nodes, on which this backend fits."""
         return next(filter(self.fits, _by_size()))
 
     @cached_property
@@ -157,7 +157,7 @@ class Backend:
 
     @property
     def has_stages(self) -> bool:
-        """Whether each device has whole layers, which micro-batches pass one after the other."""
+        """Whether each device has whole layers, through which micro-batches pass one after another."""
         together = (one.splits for one in self.dimensions if Held.SAMPLES not in one.splits)
         return self.micro_batches > 1 and any(Held.PARAMETERS in splits for splits in together)
 

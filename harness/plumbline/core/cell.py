@@ -49,7 +49,7 @@ class Cell:
 
     @property
     def resized(self) -> Cell:
-        """The cell on another mesh, where an elastic training is until it is interrupted."""
+        """The cell on another mesh, on which an elastic training runs until it is interrupted."""
         return replace(self, topology=resized(self.topology, self.contract))
 
     @property

@@ -76,10 +76,10 @@ UNEXPLAINED = "unexplained"
 """The cause of a finding that no known mistake explains."""
 
 VACUOUS = "vacuous"
-"""How the message of a check begins that could not have failed."""
+"""The beginning of the message of a check that could not have failed."""
 
 RAISED = "the check raised an error, so it has no verdict: "
-"""How the message of a check begins that an exception ended."""
+"""The beginning of the message of a check that an exception ended."""
 
 NOT_FINITE = frozenset({"not-finite", "update-not-finite"})
 """Causes that leave weights that are not finite. They must be corrected before anything else matters."""
@@ -98,7 +98,7 @@ WHOLE_TRAININGS = ("checkpoint", "training")
 
 
 class AnyFinding(Protocol):
-    """What a ``Finding`` of the judge and one of a recorded run have in common."""
+    """The attributes that a ``Finding`` of the judge and a finding of a recorded run have in common."""
 
     @property
     def check(self) -> str: ...
@@ -142,7 +142,7 @@ def in_reading_order(findings: Iterable[F]) -> list[F]:
 
 
 def by_themselves(findings: Sequence[F]) -> list[F]:
-    """Return the mistakes among bad findings in reading order: the first, and others that name a cause of their own.
+    """Return the mistakes among bad findings in reading order: the first, and others that name their own cause.
 
     A further finding counts if it failed and is no consequence of another one.
     """

@@ -1,4 +1,4 @@
-"""Where the suites are, and commands in messages that work in the current folder. Standard library only."""
+"""Finds the suites, and makes commands for messages that work in the current folder. Standard library only."""
 
 from __future__ import annotations
 

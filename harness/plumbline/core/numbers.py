@@ -1,4 +1,4 @@
-"""Numbers as people read them, the same in every message, table and page."""
+"""Formats numbers for people, in the same way in every message, table and page."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 
 def compact(number: float) -> str:
-    """Return a number in two digits: ``0.8``, ``57``, ``1.4e7``, ``inf``; nothing for a missing one (NaN)."""
+    """Return a number in two digits: ``0.8``, ``57``, ``1.4e7``, ``inf``; an empty string for a missing one (NaN)."""
     if math.isnan(number):
         return ""
     if math.isinf(number):
@@ -24,7 +24,7 @@ def scale_text(scale: float) -> str:
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:
-    """Return for example ``1 cell``, ``3 cells``; ``plural`` is needed where it is not the noun with an s."""
+    """Return for example ``1 cell``, ``3 cells``; ``plural`` is needed if it is not the noun with an s."""
     return f"{count} {noun}" if count == 1 else f"{count} {plural or f'{noun}s'}"
 
 

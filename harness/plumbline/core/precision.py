@@ -14,7 +14,7 @@ class Precision:
     ``storage`` is the dtype of the model's weights and of their gradients. The optimizer steps these weights, or
     ``masters``: copies of this dtype, from which the model's weights are rounded after each step. ``scaled``: a
     GradScaler scales the loss. ``opt_in``: its cells are planned only for a subject that declares it, or if the user
-    names it. ``sampled``: unless the user names it, only those of a few workloads and topologies are.
+    names it. ``sampled``: unless the user names it, only its cells of a few workloads and topologies are planned.
     """
 
     name: str

@@ -19,7 +19,7 @@ CHOICES = {
 
 
 DIVISIBLE = ("heads", "features", "experts")
-"""What a number of ranks may have to divide."""
+"""Counts that the number of ranks may have to divide."""
 
 
 @dataclass(frozen=True)

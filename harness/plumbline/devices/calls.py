@@ -1,6 +1,6 @@
-"""What every type of device can do, by its module in torch, such as ``torch.cuda`` or ``torch.xpu``.
+"""Operations on devices of any type, through the type's torch module, such as ``torch.cuda`` or ``torch.xpu``.
 
-Modules differ in what they have. Functions return None, or do nothing, where one of them lacks the call.
+Modules differ in what they provide. Functions return None, or do nothing, if a module lacks the call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def started_types() -> tuple[str, ...]:
 
 
 def is_started(name: str) -> bool:
-    """Return whether this process has initialised devices of this type; False where torch does not know."""
+    """Return whether this process has initialised devices of this type; False if torch does not know."""
     module: Any = getattr(torch, name, None)
     is_initialized = getattr(module, "is_initialized", None)
     return name != "cpu" and is_initialized is not None and bool(is_initialized() and module.is_available())
@@ -45,7 +45,7 @@ def set_current(device: torch.device) -> None:
 
 
 def index_of(device: torch.device) -> int:
-    """Return the device's number, by default that of the current one."""
+    """Return the device's index, by default the index of the current device."""
     if device.index is not None:
         return device.index
     current = getattr(module_of(device.type), "current_device", None)
@@ -74,7 +74,7 @@ def set_random_state(device: torch.device, state: Tensor) -> None:
 
 @contextmanager
 def forked(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Return a context after which the generators of the CPU and of these devices are as they were."""
+    """Restore the random generators of the CPU and of these devices at the end of the context."""
     states = [(device, random_state(device)) for device in devices if device.type != "cpu"]
     with torch.random.fork_rng([]):
         try:
@@ -86,7 +86,7 @@ def forked(devices: Iterable[torch.device]) -> Iterator[None]:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return what this process may still take on the device: what is free, and what its allocator holds unused."""
+    """Return how many bytes this process can still allocate: free memory, and unused memory of its allocator."""
     info = _call(device, "mem_get_info")
     reserved, allocated = _call(device, "memory_reserved"), _call(device, "memory_allocated")
     if info is None or reserved is None or allocated is None:
@@ -95,7 +95,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def total_bytes(device: torch.device) -> int | None:
-    """Return the memory of the device."""
+    """Return the device's total memory."""
     properties = _call(device, "get_device_properties")
     return getattr(properties, "total_memory", None)
 
@@ -106,13 +106,13 @@ def memory_stats(device: torch.device) -> dict[str, int]:
 
 
 def counts_peak(device: torch.device) -> bool:
-    """Return whether the device's allocator counts the most that it held."""
+    """Return whether the device's allocator records its peak."""
     module = module_of(device.type)
     return device.type != "cpu" and hasattr(module, "max_memory_allocated")
 
 
 def profiled(name: str) -> list[torch.profiler.ProfilerActivity]:
-    """Return what torch's profiler follows in a training on devices of this type."""
+    """Return the activities that torch's profiler records in a training on devices of this type."""
     kinds = torch.profiler.ProfilerActivity
     brought = name == torch._C._get_privateuse1_backend_name()
     own = getattr(kinds, "PrivateUse1" if brought else name.upper(), None)
@@ -164,4 +164,4 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 OutOfMemoryError: type[RuntimeError] = torch.cuda.OutOfMemoryError
-"""What every type of device raises; torch calls it ``torch.OutOfMemoryError`` from 2.5 on."""
+"""The exception of all types of device. Since 2.5, torch calls it ``torch.OutOfMemoryError``."""

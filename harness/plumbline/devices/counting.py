@@ -52,9 +52,9 @@ def _counted_apart(name: str) -> int:
 
 
 def in_child(ask: Callable[[], Any]) -> Any:
-    """Return what ``ask`` returns in a fork of this process, as JSON has it; None if it fails.
+    """Return what ``ask`` returns in a fork of this process, after a round trip through JSON; None if it fails.
 
-    The answer costs this process no initialised device.
+    The fork keeps this process from initialising a device. On systems without fork, ``ask`` runs in this process.
     """
     if not hasattr(os, "fork"):
         return _answer(ask)

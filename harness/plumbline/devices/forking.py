@@ -1,4 +1,4 @@
-"""Whether this process has initialised devices: their runtimes read their variables then, and do not survive a fork."""
+"""Whether this process has initialised devices. Their runtimes have then read their variables, and survive no fork."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from plumbline.devices.calls import is_started, started_types
 from plumbline.devices.types import device_type
 
 _NOT_INITIALIZED = 3
-"""CUDA_ERROR_NOT_INITIALIZED, what the CUDA driver answers until cuInit was called."""
+"""CUDA_ERROR_NOT_INITIALIZED, the answer of the CUDA driver until cuInit is called."""
 
 
 def why_no_fork() -> str | None:

@@ -1,6 +1,6 @@
-"""The types of device that are known by name. Another one works without an entry, if torch has its module.
+"""The types of device that are known by name. Other types work without an entry if torch has a module for them.
 
-An entry says what torch does not: a new type is one line of ``TYPES``.
+An entry says what torch does not. A new type is one line in ``TYPES``.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 class DeviceType:
     """A type of device. ``name`` is torch's, as in ``torch.device``.
 
-    ``visible`` is the variable with the devices that a process sees, None without one: nodes that are simulated on one
-    machine then share its devices. ``numbering`` are variables with which its numbers are those of the vendor's tools.
-    ``shared_backend`` is the communication backend of ranks that share a device, where the type's own cannot.
-    ``counts_safely``: counting devices does not initialise one. ``by_default``: ``auto`` chooses this type where there
-    is one. ``indexed``: functions of its module take a device.
+    ``visible`` is the environment variable with the devices that a process sees. If it is None, nodes that are
+    simulated on one machine share its devices. ``numbering`` are variables that make the runtime number devices like
+    the vendor's tools. ``shared_backend`` is the communication backend of ranks that share a device, if the type's own
+    backend does not allow that. ``counts_safely``: counting devices does not initialise one. ``by_default``: ``auto``
+    chooses this type if there is a device of it. ``indexed``: functions of its module take a device.
     """
 
     name: str
@@ -46,7 +46,7 @@ class DeviceType:
 TYPES: Final[Mapping[str, DeviceType]] = {
     one.name: one
     for one in (
-        # NVML counts, and NCCL cannot have two ranks on one device.
+        # NVML counts the devices, and NCCL cannot have two ranks on one device.
         DeviceType(
             "cuda",
             "CUDA_VISIBLE_DEVICES",
@@ -67,7 +67,7 @@ TYPES: Final[Mapping[str, DeviceType]] = {
 
 
 def device_type(name: str) -> DeviceType:
-    """Return the entry of this type; types without one have nothing but their name."""
+    """Return the entry of this type. A type without an entry has only its name."""
     return TYPES.get(name, DeviceType(name))
 
 
@@ -85,11 +85,11 @@ def module_of(name: str) -> Any:
 
 
 def preferred() -> tuple[str, ...]:
-    """Return the types that ``auto`` may choose, the first one first."""
+    """Return the types that ``auto`` can choose, in order of preference."""
     # torch.accelerator asks CUDA's driver, which then does not survive a fork.
     found = ["cuda"]
     if not torch.backends.cuda.is_built() and hasattr(torch, "accelerator"):  # type: ignore[no-untyped-call]
-        with suppress(RuntimeError):  # torch 2.6 raises where there is none
+        with suppress(RuntimeError):  # torch 2.6 raises if there is none
             current = torch.accelerator.current_accelerator()
             found += [current.type] if current is not None else []
     return tuple(name for name in found if device_type(name).by_default)

@@ -1,4 +1,4 @@
-"""The variables that say which devices a process sees."""
+"""The environment variables that say which devices a process sees."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from plumbline.devices.types import device_type
 
 
 def visible_names(name: str) -> list[str]:
-    """Return what the user calls the devices of this type that this process may see, empty for all of them."""
+    """Return the user's names of the devices of this type that this process sees; empty if it sees all of them."""
     visible = os.environ.get(device_type(name).visible or "", "")
     return visible.split(",") if visible else []
 
 
 def only(name: str, first: int, number: int) -> dict[str, str]:
-    """Return variables with which a process sees ``number`` devices, from the one that is ``first`` here.
+    """Return variables that let a process see only ``number`` devices, beginning with this process's device ``first``.
 
-    Nothing if the type has no such variable.
+    Empty if the type has no such variable.
     """
     own = device_type(name)
     if own.visible is None:

@@ -1,1 +1,1 @@
-"""Pictures as SVG that trainers and reports both draw. Standard library only; what is drawn is decided elsewhere."""
+"""SVG pictures for both trainers and reports. Standard library only; callers decide what is drawn."""

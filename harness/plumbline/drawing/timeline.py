@@ -1,7 +1,7 @@
-"""A step of a pipeline as an SVG: a row a stage or rank, a box a forward or backward, and the time in between.
+"""A pipeline step as an SVG: a row per stage or rank, a box per forward or backward pass, and the time in between.
 
-It can be read without colours: a forward is plain, a backward is hatched, weights are hatched the other way, and boxes
-that are wide enough are labelled. Colours follow the reader's light or dark scheme.
+It can be read without colours: forward passes are plain, backward passes are hatched, gradients of weights are hatched
+the other way, and boxes that are wide enough are labelled. Colours follow the reader's light or dark scheme.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _STYLE = """
 class Box:
     """A piece of work in a row, of one of ``KINDS``, from ``begin`` to ``end`` in seconds from the step's beginning.
 
-    ``text`` is written into it where there is room, ``title`` appears when it is pointed at.
+    ``text`` is written into the box if there is room, ``title`` is its tooltip.
     """
 
     row: int
@@ -59,7 +59,7 @@ def timeline(title: str, rows: Sequence[str], boxes: Sequence[Box]) -> str:
     span = max((box.end for box in boxes), default=0.0)
     scale = (WIDTH - 2 * MARGIN - LABEL) / (span or 1.0)
     height = TOP + len(rows) * (ROW + GAP) + 40
-    # Patterns are found by ids, of which a page with several pictures must have no two alike.
+    # Patterns are referenced by ids, which must be unique on a page with several pictures.
     own = f"t{zlib.crc32(repr((title, boxes)).encode()):08x}"
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '

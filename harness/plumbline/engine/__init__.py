@@ -1,1 +1,1 @@
-"""One cell from launch to findings, cells side by side, and stored traces judged again."""
+"""Takes cells from launch to findings, singly or several at once, and judges stored traces again."""

@@ -1,6 +1,6 @@
 """Tells a wrong adapter from a wrong trainer by the trace of a tiny cell.
 
-An adapter is wrong if nothing can be judged: there is no trace, or the trace shows another training.
+An adapter is wrong if nothing can be judged: there is no trace, or the trace is not of the training that was asked for.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from plumbline.report.text import shortened, without_hint
 
 _WRONG = "The adapter is wrong: "
 _LONGEST = 120
-"""Maximum length of the message of a consequence."""
+"""Maximum length of the message of a finding that is a consequence of another finding."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ class SmokeEvidence:
 
 @dataclass(frozen=True)
 class AdapterVerdict:
-    """Whether the adapter or the trainer is wrong, as an exit code, and why. The most important sentence is first."""
+    """Whether the adapter or the trainer is wrong, as an exit code, and why, most important sentence first."""
 
     code: int
     sentences: tuple[str, ...]
 
 
 def diagnose(evidence: SmokeEvidence) -> AdapterVerdict:
-    """Return whether the adapter is wrong, and if it is not, whether the trainer is."""
+    """Return whether the adapter is wrong or, if it is right, whether the trainer is wrong."""
     for problem in _PROBLEMS if evidence.trace.is_whole else (_ended_badly,):
         if sentence := problem(evidence):
             return AdapterVerdict(ADAPTER_WRONG, (f"{_WRONG}{sentence}",))
@@ -66,7 +66,10 @@ def diagnose(evidence: SmokeEvidence) -> AdapterVerdict:
 
 
 def refused(verdict: AdapterVerdict, evidence: SmokeEvidence, plain: Cell) -> AdapterVerdict:
-    """Return the verdict on another cell if ``plain`` was right. An error only there is a wrong declaration."""
+    """Return the verdict on a further cell, given that ``plain`` was right.
+
+    If the further cell ends before any step, the subject wrongly declares its backend or precision.
+    """
     if verdict.code != ADAPTER_WRONG or evidence.trace.is_whole or evidence.steps:
         return verdict
     cell = evidence.cell
@@ -184,7 +187,7 @@ _PROBLEMS: tuple[Callable[[SmokeEvidence], str | None], ...] = (
     _other_samples,
     _other_parameters,
 )
-"""Ordered: each problem also causes those after it."""
+"""In order: a problem can also cause the later ones."""
 
 
 def _right_adapter(evidence: SmokeEvidence) -> Iterator[str]:

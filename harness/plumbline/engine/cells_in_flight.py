@@ -1,7 +1,7 @@
 """Trains and judges the cells of the next tests while a test waits for its own cell.
 
-One cell trains at a time, as a pool has one launch at a time. Cells that have trained are judged in processes of their
-own. Where that is not possible, a cell is judged by its own test while the next one trains.
+Only one cell trains at a time, because a pool runs one launch at a time. Cells that have trained are judged in
+separate processes. If that is not possible, each cell is judged by its own test while the next cell trains.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from plumbline.machine.lease import Lease, shared_lease, try_shared_lease
 from plumbline.planning.plan import Planned
 
 AHEAD = 16
-"""How many cells may be trained and judged before their tests begin. Each may have a trace on disk."""
+"""The largest number of cells that are trained and judged before their tests begin. Each can have a trace on disk."""
 
 
 @dataclass(eq=False)
 class CellInFlight:
-    """A cell that is trained or judged, the folder of its trace, and the lease that it holds until it is judged.
+    """A cell that is being trained or judged, the folder of its trace, and the lease that it holds until it is judged.
 
-    ``end`` is its verdict, or the error that its test raises.
+    ``end`` is the verdict on the cell, or the error that the cell's test raises.
     """
 
     planned: Planned
@@ -57,8 +57,8 @@ class CellInFlight:
 class CellsInFlight:
     """Launches cells from ``pools`` and judges them, in the order of their tests.
 
-    With ``leases_devices``, a launch leases the devices of its cell. Devices of other machines need no lease: they
-    belong to the job. ``judges`` is the largest number of processes that judge.
+    With ``leases_devices``, a launch leases the devices of its cell. Devices of other machines need no lease, because
+    they belong to the job. ``judges`` is the largest number of judging processes.
     """
 
     def __init__(
@@ -82,12 +82,12 @@ class CellsInFlight:
         self._training: CellInFlight | None = None
 
     def launch(self, planned: Planned) -> CellInFlight:
-        """Return the cell of a test, which may be in flight already. If not, this may wait for a lease.
+        """Return the cell of a test. If it is not in flight yet, launch it, which can wait for a lease.
 
         It raises ``LaunchError`` if the pool's server has died.
         """
         found = self._find(planned)
-        while self._cells and self._cells[0] is not found:  # of tests that were skipped
+        while self._cells and self._cells[0] is not found:  # its test was skipped
             self._discard(self._cells[0])
         if found is not None:
             return found
@@ -96,7 +96,7 @@ class CellsInFlight:
         return self._start(planned, lease)
 
     def wait_for_verdict(self, cell: CellInFlight, upcoming: Iterable[Planned]) -> Examined:
-        """Wait for the verdict on a cell. Train and judge the ``upcoming`` ones meanwhile.
+        """Wait for the verdict on a cell, and train and judge the ``upcoming`` cells in the meantime.
 
         It raises ``LaunchError`` if the harness could not launch the cell's ranks, or lost them.
         """
@@ -124,7 +124,7 @@ class CellsInFlight:
         return next((cell for cell in self._cells if cell.planned == planned), None)
 
     def _advance(self, waiting: list[Planned]) -> None:
-        """Wait until a cell has trained or is judged, and go on with it."""
+        """Wait until a cell has been trained or judged, and take the next step with it."""
         judging = {cell.judging.connection: cell for cell in self._cells if cell.judging is not None}
         trains = self._training if len(judging) < max(1, self._judges) else None
         ready = wait([*judging, *([trains.training.ended] if trains else [])])
@@ -148,16 +148,16 @@ class CellsInFlight:
             return
         judge = partial(verdict, trace, cell.planned.cell, behavior_of(cell.training.pool, cell.planned.cell))
         if self._judges and self._has_judged:
-            cell.judging = JudgeProcess(judge)  # before the next launch, whose connections it would keep open
+            cell.judging = JudgeProcess(judge)  # fork now: it would keep the next launch's connections open
             self._launch_next(waiting)
         else:
-            # What the first judge imports and computes once is there for all others.
+            # Judge the first cell in this process, so that all judges inherit what is imported and computed once.
             self._launch_next(waiting)
             self._has_judged = True
             cell.finish(judge())
 
     def _launch_next(self, waiting: list[Planned]) -> None:
-        """Launch the first of the ``waiting`` cells, unless another one trains or the machine or devices are in use."""
+        """Launch the first ``waiting`` cell, unless another cell is training or the machine or devices are in use."""
         if not waiting or self._training is not None:
             return
         lease = try_shared_lease(self._devices_of(waiting[0]), share_devices=self._settings.oversubscribe)

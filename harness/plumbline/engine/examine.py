@@ -1,4 +1,4 @@
-"""One cell, from launch to findings: at once, or with a thread that follows its training."""
+"""Takes one cell from launch to findings, either in one call or with a thread that follows the training."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from plumbline.machine.lease import shared_lease
 from plumbline.own_workloads.load import workload_of
 
 STOP_ATTEMPTS = 10
-"""How often the ranks of a training are killed: a workload with an interruption has several launches."""
+"""How often ``stop`` kills the ranks at most: a workload with an interruption has several launches."""
 
 
 @dataclass(frozen=True)
 class Examined:
-    """The findings of one cell, and the wall time of its launch in seconds, None if the launch failed."""
+    """The findings of one cell, and the wall time of its launch in seconds (None if the launch failed)."""
 
     findings: tuple[Finding, ...]
     seconds: float | None
@@ -76,9 +76,9 @@ def unreadable(error: TraceError) -> Examined:
 
 
 class Training:
-    """A launch that a thread follows: the training of ``cell`` that ``launched`` began.
+    """The training of ``cell`` that ``launched`` began. A thread follows it.
 
-    ``ended`` becomes readable when its trace is there.
+    ``ended`` becomes readable when the training has ended.
     """
 
     def __init__(self, launched: CellLaunch, cell: Cell) -> None:
@@ -90,7 +90,7 @@ class Training:
         self._thread.start()
 
     def trace(self) -> Trace:
-        """Wait for the trace, and give it away.
+        """Wait for the trace, and return it without keeping a reference. Call this once.
 
         It raises what ``trace_of`` raises.
         """

@@ -1,4 +1,4 @@
-"""Measures two trainers alternately on one machine, round by round."""
+"""Measures two trainers in alternating rounds on one machine."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ class Side:
 
     @classmethod
     def of(cls, text: str) -> Side:
-        """Load what a trainer declares.
+        """Load the declarations of a trainer.
 
-        It raises ``PlumblineError`` if there is no trainer, more than one, or one that cannot be loaded.
+        It raises ``PlumblineError`` if there is no trainer or more than one, or if it cannot be loaded.
         """
         locator, python = parse_subject(text)
         with closing(Pool(locator, python)) as pool:
@@ -87,7 +87,7 @@ def matrix_of(options: Any) -> Matrix:
 def cells_of_both(matrix: Matrix, sides: Sequence[Side]) -> list[tuple[Cell, Cell]]:
     """Return the measured cells that both trainers support, in pairs.
 
-    It raises ``PlanError`` if there is none.
+    It raises ``PlanError`` if there are none.
     """
     a, b = ({_place(one.cell): one for one in plan(matrix, side.declared, PERFORMANCE)} for side in sides)
     both = [
@@ -106,7 +106,7 @@ def _place(cell: Cell) -> tuple[object, ...]:
 
 
 def interleave(options: Any, tell: Callable[[str], None]) -> tuple[Run, Run]:
-    """Measure both trainers of ``options`` and return their runs, which have a common id.
+    """Measure both trainers of ``options`` and return their runs, whose headers share a random id.
 
     It raises ``PlumblineError`` if cells cannot be planned, a trainer cannot be loaded, or runs cannot be written.
     """
@@ -155,11 +155,11 @@ class SideError(Exception):
 
 
 def measured(cells: Sequence[Cell], sides: Sequence[Side], number: int) -> list[list[Measurement | Result]]:
-    """Return the records of both cells. If one fails, the other is skipped."""
+    """Launch both cells ``number`` times and return their records. If one fails, the other counts as skipped."""
     launches: list[list[LaunchSample]] = [[], []]
     try:
         for done in range(number):
-            # New interpreters for each launch: they differ, for example in their memory layout.
+            # Start new interpreters for each launch, because they differ, for example in their memory layout.
             with _folder() as folder, closing(sides[0].pool()) as a, closing(sides[1].pool()) as b, exclusive_lease():
                 for place, launch in _launched((a, b), cells, folder, backwards=done % 2 == 1):
                     launches[place].append(launch)

@@ -1,4 +1,4 @@
-"""Judges a trace in a process of its own, so that several cells are judged at once."""
+"""Judges a trace in a separate process, so that several cells are judged at once."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from plumbline.worker.processes import die_with
 def number_of_judges() -> int:
     """Return how many traces can be judged at once; 0 if this process has to judge them itself.
 
-    A fork has the causes, checks and workloads that were registered in this process. It is not possible where autograd
-    has threads for devices, nor reliable on macOS.
+    Judges are forks, so that they have the causes, checks and workloads registered in this process. Forking is not
+    possible when autograd has threads for devices, and not reliable on macOS.
     """
     if sys.platform != "linux" or torch.cuda.is_available() or available()[1]:
         return 0
@@ -32,11 +32,11 @@ def number_of_judges() -> int:
 
 
 MOST = 4
-"""The largest number of judges: each needs memory for a trace, and one launch at a time does not feed more."""
+"""The largest number of judges. Each needs memory for a trace, and one launch at a time does not keep more busy."""
 
 YIELD = 5
-"""The niceness of judges. Ranks have a time limit: beside two nice judges they get at least as much of two cores as
-beside one judge of their own niceness."""
+"""The niceness of judges. Ranks have a time limit: with two nice judges, ranks get at least as much of two cores as
+with one judge at the ranks' own niceness."""
 
 
 class JudgeProcess:
@@ -48,13 +48,13 @@ class JudgeProcess:
         self.connection, send_to = context.Pipe(duplex=False)
         self._process = context.Process(target=_run, args=(judge, send_to, os.getpid()), daemon=True)
         with warnings.catch_warnings():
-            # The threads of rendezvous stores hold no lock that a judge takes.
+            # Forking is safe here: the threads of rendezvous stores hold no lock that a judge takes.
             warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
             self._process.start()
         send_to.close()
 
     def wait(self) -> Examined:
-        """Return what ``judge`` returned. If the process failed, this process judges."""
+        """Return what ``judge`` returns. If the fork failed, call ``judge`` in this process."""
         try:
             examined: Examined = self.connection.recv()
         except (EOFError, OSError):

@@ -1,4 +1,4 @@
-"""Judges a recorded run again from its traces, without training, with the workloads that the user gives."""
+"""Judges a recorded run again from its traces, without training. The user gives their own workloads again."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from plumbline.workloads import WORKLOADS
 
 @dataclass(frozen=True)
 class Rejudged:
-    """One cell of a run: its recorded findings, and this judge's findings on the same trace.
+    """One cell of a run: its recorded findings, and the findings of the present judge on the same trace.
 
-    ``obstacle`` says why the trace cannot be judged, None if it can.
+    ``obstacle`` says why the trace cannot be judged; None if it can.
     """
 
     cell: str
@@ -41,7 +41,7 @@ class Rejudged:
 
 
 def rejudge(run: Run, workloads: Sequence[str] = ()) -> list[Rejudged]:
-    """Judge every cell whose trace the run kept, in the order of the plan.
+    """Judge all cells of which the run kept the trace, in the order of the plan.
 
     Args:
         run: the recorded run.
@@ -83,7 +83,7 @@ def _rejudge(planned: PlannedCell, run: Run, evidence: Path, seed: int | None, m
     except ValueError as error:
         return Rejudged(cell.id, recorded, obstacle=f"this version does not know what the subject declared: {error}")
     findings = verdict(trace, cell, behavior).findings
-    # Expectations and notes about the launch are those of the recorded run.
+    # Take expectations and notes about the launch from the recorded run.
     expected = {result.check: result.expected for result in recorded}
     notes = [result for result in recorded if result.check == "launch" and result.outcome is Outcome.PASSED]
     older = not any(result.findings for result in recorded)  # older runs do not have the number of findings
@@ -95,11 +95,13 @@ def _rejudge(planned: PlannedCell, run: Run, evidence: Path, seed: int | None, m
 def use_recorded_workloads(recorded: Mapping[str, WorkloadSource], given: Sequence[str] = ()) -> dict[str, str]:
     """Load the workloads of a run from the places that the user gives.
 
-    The places in the record are not used: the run may come from anywhere, and workloads are programs.
+    The places in the record are not used, because the run may come from anywhere and workloads are programs.
 
     Returns:
         Why a workload cannot be used, by its name: it was not given, is missing, or has changed.
-    It raises ``WorkloadError`` if one of ``given`` cannot be loaded.
+
+    Raises:
+        WorkloadError: one of ``given`` cannot be loaded.
     """
     found = {one.name: one for one in use_workloads(given)}
     differences = {name: _difference(name, source, found) for name, source in recorded.items()}

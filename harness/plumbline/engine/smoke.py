@@ -1,4 +1,4 @@
-"""Smoke test of a subject: trains tiny cells to tell whether the adapter or the trainer is wrong."""
+"""Smoke test of a subject: trains tiny cells to find out whether the adapter or the trainer is wrong."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TIME_LIMIT = 30.0
 """Time limit of one cell in seconds, before it is extended for a slow machine."""
 
 STARTS = 4
-"""The time limit is extended by this multiple of the fork server's start-up time."""
+"""The time limit is extended by this many times the fork server's start-up time."""
 
 EXCERPT_LINES = 12
 
@@ -50,14 +50,14 @@ def smoke(subject: str, accelerator: str) -> int:
 
     Raises:
         PlanError: the file does not exist, or there are too few devices.
-        SubjectError: there is no such subject. A file that cannot be imported counts as a wrong adapter instead.
+        SubjectError: the subject does not exist. A file that cannot be imported counts as a wrong adapter instead.
     """
     begun = time.monotonic()
     locator, python = _located(subject)
     accelerator, present = resolve_accelerator(accelerator)
     try:
         with closing(Pool(locator, python)) as pool:
-            import torch  # while the pool imports it too
+            import torch  # in parallel with the pool's import
 
             torch.set_num_threads(1)  # as in the pytest plugin
             limit = TIME_LIMIT + STARTS * (time.monotonic() - begun)
@@ -86,10 +86,10 @@ def _located(subject: str) -> tuple[str, str | None]:
 
 
 def cells_of(declared: Mapping[str, Any], accelerator: str, present: float = math.inf) -> list[Cell]:
-    """Return a cell for each declared backend and for each declared precision, the simplest first.
+    """Return a cell for each declared backend and for each declared precision, simplest first.
 
-    Ranks may share the ``present`` devices, but the replicas of one rank may not. A backend that needs more
-    devices for one rank is left out.
+    Ranks can share the ``present`` devices, but the replicas of one rank cannot. A backend that needs more devices
+    for one rank is left out.
     """
     behavior = TrainingBehavior.of(declared.get("conduct", {}))
     asked = [one for one in smoke_order() if one.name in declared["backends"]]
@@ -115,7 +115,7 @@ def cells_of(declared: Mapping[str, Any], accelerator: str, present: float = mat
 
 
 def untried_of(declared: Mapping[str, Any], accelerator: str, cells: Sequence[Cell]) -> list[str]:
-    """Return the declared capabilities, and backends in some precisions, that no cell tries."""
+    """Return the declared capabilities, and the declared pairs of backend and precision, that no cell tries."""
     needed = frozenset[str]().union(*(WORKLOADS[cell.workload].needs for cell in cells))
     tried = {(cell.backend, cell.precision) for cell in cells}
     missing: dict[str, list[str]] = {}
@@ -147,7 +147,7 @@ def _refuse_too_few_devices(
 def try_in_turn(pool: Pool, cells: list[Cell], limit: float = TIME_LIMIT, untried: Sequence[str] = ()) -> int:
     """Test the cells until one is wrong, print the diagnosis, and return the exit code.
 
-    ``limit`` is the time limit of one cell in seconds; ``untried`` is what is declared and not tried.
+    ``limit`` is the time limit of one cell in seconds; ``untried`` is the result of ``untried_of``.
     """
     from plumbline.engine.adapter_diagnosis import diagnose, refused
 

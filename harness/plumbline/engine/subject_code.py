@@ -13,7 +13,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def subject_code(declarations: Iterable[Declaration]) -> dict[str, SubjectCode]:
-    """Return the code of each subject, by name. Of several declarations with one name, the first counts."""
+    """Return the code of each subject by name. If several declarations have the same name, the first counts."""
     found: dict[str, SubjectCode] = {}
     for one in declarations:
         if one.name not in found:

@@ -1,4 +1,4 @@
-"""The warm pools of a session, or of one subject: one per ``--subject``, and more for measuring."""
+"""The warm pools of a session, one per ``--subject`` and more for measuring, or the pool of a single subject."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from plumbline.workloads import find
 
 
 class SubjectPools:
-    """The pools, and what their subjects declare.
+    """The pools, and the declarations of their subjects.
 
     Args:
         launcher: starts the pools.
@@ -75,7 +75,7 @@ class SubjectPools:
         return self._locators[subject]
 
     def pool_of(self, subject: str) -> Pool:
-        """Return the pool of a subject's examined cells, restarted if its server has died."""
+        """Return the pool for a subject's examined cells. If its server has died, start a new one."""
         locator = self._locators[subject]
         if not self._pools[locator].alive:
             # The cell that was running reports the reason.

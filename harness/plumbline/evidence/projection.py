@@ -1,12 +1,13 @@
 """Linear sketches of tensors: a random projection, the norm, and a fingerprint of the bits.
 
-A tensor x of n entries is read as rows of C columns, and P x has ROWS numbers a column: each is a sum over the rows,
-weighted with fixed numbers that follow from an integer hash. So P x is the same on every device and in every version
-of torch; P (a - b) = P a - P b; and E |P x|² = |x|² over the choice of weights. Read chunk by chunk, with buffers
-that fit into a cache, it costs about as much as copying the tensor does.
+A tensor x of n entries is read as rows of C columns. P x has ROWS numbers per column: each is a sum over the rows,
+weighted with fixed numbers from an integer hash. So P x is the same on every device and in every version of torch; P (a
+- b) = P a - P b; and E |P x|² = |x|² over the choice of weights. The tensor is read chunk by chunk, with buffers that
+fit into a cache, which costs about as much as copying the tensor.
 
-The weights are small integers and sums are float64: they round far below float32. A float64 number is taken as two,
-its leading and its trailing bits, for the same reason. Needs torch and nothing else, since it runs on ranks.
+The weights are small integers and sums are float64, so their rounding errors are far below those of float32. For the
+same reason, a float64 number is split into its leading and its trailing bits. Needs only torch, because it runs on
+ranks.
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ import torch
 from torch import Tensor
 
 ROWS = 8
-"""Numbers for each column: an error in a column changes them."""
+"""Numbers per column: an error in a column changes them."""
 
 NUMBERS = 512
-"""Numbers that a sketch has at most: they determine a norm to 6 %, and take 4 KiB."""
+"""The default count of numbers in a sketch: they determine a norm to 6 %, and take 4 KiB."""
 
 CHUNK = 1024
-"""Rows that share one matrix of weights; chunks differ by a factor for each number."""
+"""Rows that share one matrix of weights. Chunks differ by a factor for each number."""
 
 GROUP = 2**18
 """Entries read at once on a cpu: they fit into its cache. A multiple of every chunk's size."""
 
 GROUP_ON_DEVICE = 2**22
-"""The same on an accelerator, where many small launches would cost more than the memory does."""
+"""The same on an accelerator, where many small kernel launches would cost more than the memory."""
 
 _SCALE = 2.0**-15
-"""Makes a projection as long as what it projects on average, to a thousandth: a power of two, which rounds nothing."""
+"""Makes the average norm of a projection that of the tensor, to a thousandth. A power of two, so it rounds nothing."""
 
 _LEAST_WEIGHT, _LEAST_FACTOR = 65, 85
 """Weights are between 65 and 128, factors between 85 and 148: 8 × their mean squares is nearly 4¹⁵."""
@@ -43,17 +44,17 @@ _LEAST_WEIGHT, _LEAST_FACTOR = 65, 85
 _WORDS = 1024
 
 _BLOCK = 32
-"""Chunks whose factors are made at once, and kept for the next tensor."""
+"""Chunks whose factors are computed together, and cached for later tensors."""
 
 
 @dataclass(frozen=True, eq=False)
 class Sketch:
     """A linear sketch of one tensor: the projection of a difference is the difference of the projections.
 
-    ``values`` is the projection, float64, on the cpu, as long on average as the tensor is: one row, and for a float64
-    tensor two that add up, of the leading and of the trailing bits. ``norm`` is the tensor's 2-norm, not finite where
-    an entry is not. ``fingerprint`` is a hash of the bits: equal tensors of one shape and dtype have the same one, and
-    two that differ do so with a probability of 2⁻⁶⁴ only.
+    ``values`` is the projection in float64 on the CPU; its norm is on average that of the tensor. It has one row, or
+    for a float64 tensor two rows to be added, of the leading and of the trailing bits. ``norm`` is the tensor's 2-norm,
+    which is not finite if an entry is not. ``fingerprint`` is a hash of the bits. Equal tensors of one shape and dtype
+    have the same fingerprint; different ones have the same with a probability of only 2⁻⁶⁴.
     """
 
     values: Tensor
@@ -97,7 +98,7 @@ def project(tensor: Tensor, numbers: int = NUMBERS, *, split: bool = True) -> Te
 
 
 class _Reading:
-    """Passes over a tensor, a group of entries at a time. ``columns`` is 0 where only bits are of interest."""
+    """Reads a tensor, a group of entries at a time. ``columns`` is 0 if only the fingerprint is needed."""
 
     def __init__(self, tensor: Tensor, columns: int, *, split: bool = True) -> None:
         self.flat = tensor.detach().reshape(-1)
@@ -107,7 +108,7 @@ class _Reading:
         self.starts = range(0, self.count, max(1, min(GROUP if device.type == "cpu" else GROUP_ON_DEVICE, self.count)))
         self.words: list[Tensor] = []
         if columns:
-            # All rows where one chunk is enough.
+            # All rows if one chunk is enough.
             self.rows = max(1, min(CHUNK, -(-self.count // columns)))
             self.split = split and self.flat.dtype == torch.float64
             self.sums = torch.zeros(1 + self.split, ROWS, columns, dtype=torch.float64, device=device)
@@ -116,9 +117,9 @@ class _Reading:
     def hash(self, start: int) -> None:
         """Read the bits of the group that begins at ``start``."""
         part = self.flat[start : start + self.starts.step]
-        # Bits are read as int64 words, in rows of _WORDS; what is left over is zeros, which count for nothing.
+        # Bits are read as int64 words, in rows of _WORDS; zeros fill the last rows, and change no sum.
         bits = _scratch("bits", _multiple(part.numel(), 8 * _WORDS), part.dtype, part.device)
-        # + 0 turns -0.0 into 0.0: what is equal has equal bits.
+        # + 0 turns -0.0 into 0.0, so that equal numbers have equal bits.
         torch.add(part, 0, out=bits[: part.numel()])
         bits[part.numel() :].zero_()
         self.words.append(_row_sums(bits))
@@ -149,7 +150,7 @@ class _Reading:
 
 
 class _Memory(threading.local):
-    """Buffers of this thread, by use, dtype and device: new memory costs more than what is done in it."""
+    """Buffers of this thread, by use, dtype and device: allocating memory costs more than the computation in it."""
 
     def __init__(self) -> None:
         self.buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
@@ -159,7 +160,7 @@ _MEMORY = _Memory()
 
 
 def _scratch(use: str, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return memory that holds anything, and is used again for the next tensor."""
+    """Return uninitialized memory, which is reused for the next tensor."""
     key = use, dtype, device
     if key not in _MEMORY.buffers or _MEMORY.buffers[key].numel() < size:
         _MEMORY.buffers[key] = torch.empty(size, dtype=dtype, device=device)
@@ -177,10 +178,10 @@ def _halves(wide: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _row_sums(bits: Tensor) -> Tensor:
-    """Return a number for each row of words, in which every word's place counts.
+    """Return a hash of each row of words, which depends on the place of every word.
 
-    A product with an odd number is one to one; folding its upper half into the lower one makes sign bits, of which
-    two would otherwise cancel, count like all others.
+    A product with an odd number is one to one. Its upper half is folded into the lower one because two changed sign
+    bits would cancel otherwise.
     """
     given = bits.view(torch.int64).view(-1, _WORDS)
     products, shifted = (_scratch(use, given.numel(), torch.int64, bits.device).view_as(given) for use in ("*", ">>"))
@@ -196,9 +197,9 @@ def row_weights(device: torch.device) -> Tensor:
 
 
 def _chunk_factors(first: int, chunks: int, columns: int, device: torch.device) -> Tensor:
-    """Return the factors (``chunks``, ROWS, ``columns``) of as many chunks, the first of them the ``first``.
+    """Return the factors (``chunks``, ROWS, ``columns``) of ``chunks`` chunks, beginning with number ``first``.
 
-    Without them what has opposite signs in two chunks would cancel.
+    Without them, values with opposite signs in two chunks would cancel.
     """
     first_block, last_block = first // _BLOCK, (first + chunks - 1) // _BLOCK
     blocks = [_block_of_factors(one, columns, device) for one in range(first_block, last_block + 1)]
@@ -208,14 +209,14 @@ def _chunk_factors(first: int, chunks: int, columns: int, device: torch.device) 
 
 @lru_cache(maxsize=64)
 def _block_of_factors(block: int, columns: int, device: torch.device) -> Tensor:
-    """Return the factors of ``_BLOCK`` chunks: most tensors are small, and have the same first ones."""
+    """Return the factors of ``_BLOCK`` chunks. Most tensors are small, and need only the first ones."""
     size = ROWS * columns * _BLOCK
     places = torch.arange(block * size, (block + 1) * size, device=device)
     return _integers(places + 2**40, _LEAST_FACTOR).view(_BLOCK, ROWS, columns)
 
 
 def _integers(places: Tensor, least: int) -> Tensor:
-    """Return a random integer for each place, as float64: its size is one of 64 from ``least`` on, of either sign."""
+    """Return a random integer for each place, as float64: one of the 64 sizes from ``least`` on, with a random sign."""
     random = _scrambled(places)
     return ((random & 63) + least).double() * ((random >> 6 & 1) * 2 - 1)
 

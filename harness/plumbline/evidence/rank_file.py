@@ -41,7 +41,7 @@ NO_CHECKSUM = "0" * 8
 
 
 SO_FAR = ".so-far"
-"""The suffix, after its process id, of the file to which a process writes what it has recorded so far."""
+"""The suffix, after the process id, of the file with what a process has recorded so far."""
 
 
 def so_far_path(own: str) -> str:
@@ -110,7 +110,7 @@ class RankFile:
         self._lock = Lock()
 
     def write_so_far(self) -> None:
-        """Write what has been recorded so far, unless the whole was written."""
+        """Write what has been recorded so far, unless the whole trace was written."""
         with self._lock:
             if not self._finished:
                 write_rank(so_far_path(self._path), self._so_far())

@@ -1,4 +1,4 @@
-"""Reads the trace of a launch from the files that its ranks wrote, with whole tensors for shards and stored ones.
+"""Reads the trace of a launch from its ranks' files, and replaces shards and stored tensors by whole tensors.
 
 Nothing in a file is ever executed.
 """
@@ -27,17 +27,17 @@ from plumbline.evidence.tensor_store import load as load_stored
 from plumbline.evidence.trace import Block, RankTrace, Shard, StoredTensor, Tensors, Trace, block_index, dtype_name
 
 LARGEST_FILE = 1 << 34
-"""In bytes: far above what a rank leaves."""
+"""The largest size of a file in bytes, far above that of any rank's file."""
 
 SAVED, RESUMED = "saved", "resumed"
-"""Folders, beside the files of the uninterrupted launch, of the launch that stops and of the one that continues."""
+"""Folders beside the files of the uninterrupted launch: of the launch that stops, and of the one that continues."""
 
 
 def read_trace(folder: Path) -> Trace:
-    """Return what the launches of one cell left in ``folder``, in the order of the ranks, tensors whole.
+    """Return the traces of the launches of one cell in ``folder``, in the order of the ranks, with whole tensors.
 
     Raises:
-        TraceError: a file is not a trace, a rank between others left none, or shards do not fit; the message names it.
+        TraceError: a file is not a trace, a rank with other files has none, or shards do not fit; the message names it.
     """
     return replace(
         _read_launch(folder),
@@ -93,7 +93,7 @@ def read_file(path: Path) -> tuple[dict[str, Any], Tensors]:
         raise ValueError("its header is no table of tensors")
     values = json.loads(header.pop("__metadata__")["plumbline"])
     tensors = _tensors(header, content, 8 + size)
-    # Always in one order, by which ties are broken.
+    # Always in the same order, because it breaks ties.
     return values, {name: tensors[name] for name in sorted(tensors)}
 
 
@@ -116,7 +116,7 @@ def _tensors(header: dict[str, Any], content: bytearray, begin: int) -> Tensors:
 
 
 def _content(path: Path) -> bytearray:
-    """Return what is in a file. A link leads out of the run, and a pipe never ends: neither is opened."""
+    """Return the content of a file. Links, which lead out of the run, and pipes, which never end, are refused."""
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as stream:
         found = os.fstat(stream.fileno())
         if not stat.S_ISREG(found.st_mode):
@@ -188,7 +188,7 @@ class _Assembly:
         self._sets: dict[tuple[int, ...], dict[int, Tensors]] = {}
 
     def join(self, held: Mapping[int, Tensors], where: str) -> dict[int, Tensors]:
-        """Return what each rank holds, by rank, with whole tensors in it."""
+        """Return each rank's tensors, by rank, as whole tensors."""
         key = tuple(map(id, held.values()))
         if key not in self._sets:
             self._sets[key] = {
@@ -236,7 +236,7 @@ def _gap(shape: tuple[int, ...], blocks: tuple[Block, ...]) -> str | None:
             return f"a shard of {list(size)} at {list(begin)} exceeds its shape, {list(shape)}"
     every = prod(shape)
     missing = every - sum(prod(size) for _, size in blocks)
-    if missing > 0:  # before any memory of a shape is allocated that may be wrong
+    if missing > 0:  # before memory is allocated for a shape that may be wrong
         return f"at least {missing} of its {every} entries are in no shard"
     times = torch.zeros(shape, dtype=torch.uint8)
     for block in blocks:

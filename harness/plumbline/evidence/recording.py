@@ -1,4 +1,4 @@
-"""What the evidence of a subject and that of a script have in common."""
+"""The interface that the evidence of a subject and the evidence of a script have in common."""
 
 from __future__ import annotations
 
@@ -51,17 +51,18 @@ class StepRecord(ABC):
 
     @property
     def schedule_moves(self) -> tuple[int, ...]:
-        """After which passes, counted from 0, a scheduler stepped before the optimizer; none if not recorded."""
+        """The passes, counted from 0, after which a scheduler stepped before the optimizer; empty if not recorded."""
         return ()
 
 
 @dataclass(frozen=True)
 class SkippedStep:
-    """A step that a GradScaler skipped on one rank, of all its optimizers or of one of several.
+    """A step that a GradScaler skipped on one rank, for all of its optimizers or for one of several.
 
-    ``moved`` says what changed nevertheless, "" where nothing did: ``3 of 4 parameters``; ``parameter`` is the first of
-    them. ``overflowed``: whether a gradient was not finite, None where that was not recorded. ``scale`` was the loss
-    scale, and ``next_scale`` that of the rank's next step, None where it is not known or not the trainer's to lower.
+    ``moved`` says what changed nevertheless, such as ``3 of 4 parameters``, "" if nothing did; ``parameter`` is the
+    first that changed. ``overflowed``: whether a gradient was not finite, None if that was not recorded. ``scale`` was
+    the loss scale, and ``next_scale`` is the scale of the rank's next step, None if it is unknown or the trainer does
+    not have to lower it.
     """
 
     rank: int
@@ -83,7 +84,7 @@ class Recording(ABC):
 
     @property
     def steps_side_by_side(self) -> Iterable[Mapping[int, StepRecord]]:
-        """The same step of each rank that took it, by rank: the same optimizer's with the same number."""
+        """For each optimizer and step number, the step of each rank that took it, by rank."""
         return side_by_side(self.optimizer_steps)
 
 
@@ -91,7 +92,7 @@ AnyStep = TypeVar("AnyStep", bound=StepRecord)
 
 
 def side_by_side(steps: Iterable[AnyStep]) -> Iterable[Mapping[int, AnyStep]]:
-    """Return the same step of each rank that took it, by rank."""
+    """Return, for each optimizer and step number, the step of each rank that took it, by rank."""
     places: dict[tuple[int, int], dict[int, AnyStep]] = {}
     for one in steps:
         places.setdefault((one.optimizer, one.number), {})[one.rank] = one
@@ -99,5 +100,5 @@ def side_by_side(steps: Iterable[AnyStep]) -> Iterable[Mapping[int, AnyStep]]:
 
 
 def step_copies(steps: Iterable[StepRecord]) -> bool:
-    """Return whether optimizers update parameters of the same names and shapes: those of one model, each a copy."""
+    """Return whether all steps update parameters with the same names and shapes, as steps of copies of one model do."""
     return len({(one.parameters, one.shapes) for one in steps}) == 1

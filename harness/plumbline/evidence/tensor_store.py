@@ -1,7 +1,7 @@
 """The tensor store of a launch: a folder with its large tensors, each written once, by the first rank that has it.
 
 Ranks with equal weights or equal averaged gradients share one file; a rank that differs writes its own. Each rank
-decides by the name of the file, and does not wait for others. Needs only the standard library and torch, because
+decides by whether the file exists, and does not wait for others. Needs only the standard library and torch, because
 ranks use it.
 """
 

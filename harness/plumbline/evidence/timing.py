@@ -1,4 +1,4 @@
-"""What one rank measured in a timed launch, in the form in which it is sent to the parent."""
+"""The measurements of one rank in a timed launch, as they are sent to the parent."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Chunk:
 class Round:
     """Some steps between two boundaries at which all ranks wait for each other, their devices idle.
 
-    Times are seconds of the machine's monotonic clock, which all ranks share. ``begun``: the rank was let go (before
-    the first round of all: its first forward began). For each step, ``forwards`` says when its first forward began and
-    ``ended`` when the optimizer was done; the last one is that of the idle device. ``samples`` are the ids that went
+    Times are seconds of the machine's monotonic clock, which all ranks share. ``begun``: the rank was released or, for
+    the warm-up, its first forward began. For each step, ``forwards`` has the beginning of its first forward, and
+    ``ended`` the end of the optimizer step, at the last one with an idle device. ``samples`` are the ids that went
     through the model's forward with gradients enabled.
     """
 
@@ -49,7 +49,7 @@ class Round:
 
     @property
     def steps(self) -> int:
-        """How many optimizer steps it has."""
+        """The number of optimizer steps."""
         return len(self.ended)
 
     @property

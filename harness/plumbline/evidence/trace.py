@@ -40,7 +40,7 @@ def block_index(block: Block) -> tuple[slice, ...]:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor that lies in its launch's tensor store, where equal ones of several ranks and steps lie once.
+    """A tensor in its launch's tensor store, where equal tensors of several ranks and steps are stored once.
 
     ``fingerprint`` is a hash of its bits: equal tensors of one shape and dtype have the same one, others a different
     one. ``dtype`` is torch's name, ``float32``.
@@ -68,18 +68,18 @@ class Shard:
 
     @property
     def space(self) -> tuple[int, ...]:
-        """The shape in which it is a block: that of the tensor, or of the flattened one."""
+        """The shape of which this is a block: that of the tensor, or of the flattened tensor."""
         return self.shape if len(self.begin) == len(self.shape) else (math.prod(self.shape),)
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One pass of one process: the samples of each of its devices, and those of the loss.
+    """One pass of one process: the samples of each of its devices, and the samples of the loss.
 
     ``forwards``: the sample ids of each forward call of the model, in order; one call for each device.
     ``loss``: the sample ids that ``job.loss`` got, or None if the subject has a loss function of its own.
-    ``drawn``: the random masks of the model's layers, by name, a row for each sample of ``forwards``; under
-    ``"<name> again"`` those that a recomputation in the backward drew, where they differ.
+    ``drawn``: the random masks of the model's layers, by name, a row for each sample of ``forwards``. Masks that a
+    recomputation in the backward drew are under ``"<name> again"`` if they differ.
     """
 
     forwards: tuple[tuple[int, ...], ...]
@@ -96,23 +96,23 @@ class MicroBatch:
 class Step:
     """One optimizer step on one rank, or one that the loss scaler decided to skip.
 
-    ``before`` and ``after`` are the weights around it, ``gradients`` what the optimizer got: unscaled, averaged,
-    clipped. A parameter without a gradient is absent. ``learning_rates`` has one entry for each parameter group.
-    ``scale`` is the loss scale, None without a scaler. ``buffers`` are the model's at the step's first forward, after
-    a trainer that shares them has done so.
+    ``before`` and ``after`` are the weights around it. ``gradients`` are those that the optimizer got: unscaled,
+    averaged, clipped. A parameter without a gradient is absent. ``learning_rates`` has one entry for each parameter
+    group. ``scale`` is the loss scale, None without a scaler. ``buffers`` are the model's at the step's first forward,
+    after a trainer that shares them has done so.
 
-    Several optimizers, each with its own part of the model, make one step. Where they take ``turns``, each with a pass
-    of its own over the same samples, ``turns`` has the names of their parameters, in order: the gradients of a later
-    one are taken at the weights that the earlier ones left. It is empty if all of them share one pass. If they
-    ``alternate``, each micro-batch has its passes for all of them before the next one: only those over the last
+    Several optimizers, each with its own part of the model, make one step. If they take ``turns``, each with its own
+    pass over the same samples, ``turns`` has the names of their parameters, in order: the gradients of a later
+    optimizer are taken at the weights that the earlier ones left. It is empty if all of them share one pass. If they
+    ``alternate``, each micro-batch has its passes for all of them before the next one: only the passes over the last
     micro-batch come after the steps of earlier optimizers.
 
-    A GradScaler decides for each optimizer separately. If it skipped one but not another, the step counts as taken,
-    and ``held_back`` has the gradients of the skipped one, which are not in ``gradients``.
+    A GradScaler decides for each optimizer separately. If it skipped one but not another, the step counts as taken, and
+    ``held_back`` has the gradients of the skipped one, which are not in ``gradients``.
 
-    If an optimizer steps master weights, ``before`` and ``after`` are these. ``off_masters`` says how far the model's
-    own weights were from them before the step, by the names of parameters, where they are not the nearest numbers of
-    their dtype: at the entry where it is most, as a part of that entry.
+    If an optimizer steps master weights, ``before`` and ``after`` are the master weights. ``off_masters`` has, by
+    parameter name, the largest relative error of the model's own weights before the step, for parameters in which they
+    are not the nearest numbers of their dtype to the master weights.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -131,7 +131,7 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class TraceStep(StepRecord):
-    """A step of a subject as any check may read it."""
+    """A step of a subject in the form that all checks can read."""
 
     step: Step = field(kw_only=True)
 
@@ -185,7 +185,7 @@ class Logged:
 
 
 def same(left: Tensors, right: Tensors) -> bool:
-    """Return whether two sets of tensors have the same names and the same bits (NaN equals NaN)."""
+    """Return whether two sets of tensors have the same names and equal values (NaN equals NaN)."""
     return left.keys() == right.keys() and all(
         left[name].equal(right[name])
         or (bool(left[name].isnan().any()) and left[name].nan_to_num().equal(right[name].nan_to_num()))
@@ -196,19 +196,19 @@ def same(left: Tensors, right: Tensors) -> bool:
 CONNECTION_LOST = (
     "Connection closed by peer", "Connection reset by peer", "Socket closed", "Timed out waiting", "recv, timeout",
 )  # fmt: skip
-"""What torch.distributed raises on a rank that waits for a rank that has ended."""
+"""Parts of the errors that torch.distributed raises on a rank that waits for a rank that has ended."""
 
 
 @dataclass(frozen=True)
 class RankTrace:
-    """What one rank recorded. ``world_size`` is that of torch.distributed, 1 where there was no group.
+    """The record of one rank. ``world_size`` is that of torch.distributed, 1 if there was no group.
 
     ``error`` is what ``train`` raised, and ``failed_at`` when (seconds since the epoch); ``stack`` has its call stack,
     one line for each call, the innermost first.
-    ``torch`` is the rank's version of torch, "" where the trace is older than this field.
+    ``torch`` is the rank's version of torch, "" if the trace is older than this field.
     ``holds_nothing`` says that the rank held no parameter while it trained, such as a stage that only computes.
     ``final`` and ``final_buffers`` are the model's when ``train`` returned; ``final`` is None without a model.
-    ``devices`` has the types of the devices of the model's outputs, none where it had no tensors as outputs.
+    ``devices`` has the device types of the model's outputs; it is empty if no outputs were tensors.
     ``blocks`` has the blocks of parameters that the rank held, by name, once whole tensors have replaced shards.
     """
 
@@ -229,12 +229,12 @@ class RankTrace:
 
     @property
     def step_records(self) -> list[TraceStep]:
-        """The steps, as any check may read them."""
+        """The steps in the form that all checks can read."""
         return [TraceStep(self.rank, number, step=step) for number, step in enumerate(self.steps)]
 
     @property
     def skipped_steps(self) -> Iterator[SkippedStep]:
-        """The steps that a loss scaler skipped, and those of optimizers that it held back."""
+        """The steps that a loss scaler skipped, and the steps in which it held back some of several optimizers."""
         for number, step in enumerate(self.steps):
             if not step.skipped and not step.held_back:
                 continue
@@ -252,12 +252,12 @@ class RankTrace:
 
     @property
     def has_lost_connection(self) -> bool:
-        """Whether it raised because another rank had ended."""
+        """Whether this rank raised because another rank had ended."""
         return any(words in (self.error or "") for words in CONNECTION_LOST)
 
     @property
     def tensor_sets(self) -> Iterator[Tensors]:
-        """Every set of weights and of gradients, as it was recorded: whole, in shards, or as references."""
+        """Every recorded set of weights or gradients: whole tensors, shards, or references."""
         for step in self.steps:
             yield from (step.before, step.gradients, step.after, step.held_back)
         if self.final is not None:
@@ -266,12 +266,12 @@ class RankTrace:
 
 @dataclass(frozen=True)
 class Exit:
-    """How a rank ended that left no trace: crashed, timed out, or unable to write it (errored); ``message`` says why.
+    """How a rank without a trace ended: crashed, timed out, or unable to write it (errored); ``message`` says why.
 
-    Also of a rank that left a trace and hung afterwards.
+    Also describes a rank that left a trace and then hung.
 
-    ``step`` is the number of optimizer steps it had done. ``waits_in`` names the collective in which it waited for
-    other ranks, None where none is known. ``stack`` has its call stack, one line for each call, the innermost first;
+    ``step`` is the number of optimizer steps that it had done. ``waits_in`` names the collective in which it waited for
+    other ranks, None if none is known. ``stack`` has its call stack, one line for each call, the innermost first;
     ``said`` is the end of its output.
     """
 
@@ -289,7 +289,7 @@ class Trace:
 
     ``hung`` has the ranks that left a trace and then had to be ended, because they hung.
 
-    Where the workload has an interruption two more launches belong to it: ``saved`` stopped in the middle and left a
+    If the workload has an interruption, two more launches belong to it: ``saved`` stopped in the middle and left a
     checkpoint, from which ``resumed`` continued.
     """
 
@@ -311,5 +311,5 @@ class Trace:
 
 
 def dtype_name(dtype: torch.dtype | None) -> str:
-    """Return the name of a dtype without the module's, as ``bfloat16``; "" for None."""
+    """Return the name of a dtype without the module's, such as ``bfloat16``; "" for None."""
     return "" if dtype is None else str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Draws problems, which are recipes that a subject can train, trains and judges them, and shrinks those that fail."""
+"""Draws problems (recipes that a subject can train), trains and judges them, and shrinks those that fail."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ ASKS = {
 """The capabilities that words of a recipe need."""
 
 OVER_SAMPLES = ("classes", "squares", "two")
-"""Losses that are means over samples. The epoch's mean of others depends on how it is divided into batches."""
+"""Losses that are means over samples. The epoch mean of other losses depends on how it is divided into batches."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,11 @@ def problems(draw: st.DrawFn, declared: Sequence[Declaration], cells: Sequence[C
     cell = draw(st.sampled_from(list(cells)))
     subject = declared_for(cell.subject, cell.backend, declared)
     recipe = draw(recipes(subject.capabilities, own_loss=subject.behavior.own_loss))
-    if "batchnorm" in recipe.layers:  # it raises where a device has one sample
+    if "batchnorm" in recipe.layers:  # it raises if a device has one sample
         least = 2 * cell.topology.devices * cell.contract.micro_batches
         recipe = replace(recipe, batch_size=max(recipe.batch_size, least), left_out=0)
     if cell.contract.micro_batches > 1:
-        # Also the last batch must divide into the micro-batches of a pipeline's replicas.
+        # Every batch, the last one included, must divide into the micro-batches of a pipeline's replicas.
         pieces = len(cell.contract.replicas(cell.topology)) * cell.contract.micro_batches
         multiple = math.lcm(pieces, cell.topology.devices)
         batch_size = -(-recipe.batch_size // multiple) * multiple
@@ -117,8 +117,8 @@ def recipes(draw: st.DrawFn, capabilities: frozenset[str], *, own_loss: bool = F
 
 
 def _layers(capabilities: frozenset[str], own_loss: bool) -> st.SearchStrategy[str]:
-    # With an own loss no statistics of batches: each rank has its own, and a loss over the labels of all ranks is then
-    # neither what one device computes nor a mean over ranks.
+    # A trainer with its own loss gets no batch statistics: each rank has its own, and a loss over the labels of all
+    # ranks is then neither what one device computes nor a mean over ranks.
     words = []
     for kind in _allowed((kind for kind in LAYERS if not (own_loss and kind == "batchnorm")), capabilities):
         words += [f"linear-{width}" for width in WIDTHS] if kind == "linear" else [kind]
@@ -153,7 +153,7 @@ def write_problem(recipe: Recipe, folder: Path, found: str = "") -> str:
 
 
 def in_words(recipe: Recipe) -> str:
-    """Return the recipe in Python, without what equals the plainest one."""
+    """Return the recipe as Python code, without the fields that have their defaults."""
     plain = Recipe()
     given = [
         f"{field.name}={getattr(recipe, field.name)!r}"
@@ -182,7 +182,7 @@ class Failure:
 
     @property
     def cause(self) -> str:
-        """The check and the cause. Failures with the same ones are the same failure."""
+        """The check and the cause. If both are the same, two failures count as one."""
         return f"{self.finding.check}: {self.finding.cause or UNEXPLAINED}"
 
 
@@ -194,7 +194,7 @@ class _FoundError(Exception):
 class Search:
     """A search among the problems of one subject, on ``cells``, whose workload is a placeholder.
 
-    ``folder`` is for temporary problems and traces, ``time_limit`` is that of one training in seconds. Causes that are
+    ``folder`` is for temporary problems and traces, ``time_limit`` is for one training, in seconds. Causes that are
     ``known`` are skipped; new ones are added. ``counts`` has problems that were ``drawn``, ``unfit`` for judging,
     ``refused`` by the subject, ``trained``, ``failed``, or passed with a ``vacuous`` check; new ``causes``; ``rounds``;
     ``seconds``; failures by cause.
@@ -299,7 +299,7 @@ TEXTS = ("lm-tokens",)  # the workload that is planned for subjects with a loss 
 def searches(
     pool: Pool, declared: Sequence[Declaration], gpus: int, scratch: Path, time_limit: float = TIME_LIMIT
 ) -> list[Search]:
-    """Return a search for each declared subject, on cells of up to ``gpus`` devices; ``PlanError``: it has none."""
+    """Return a search for each declared subject, on cells of up to ``gpus`` devices; raise ``PlanError`` if none."""
     accelerator = resolve_accelerator("auto")[0]
     expectations = read_expectations(suites() / "expectations")
     found = []

@@ -1,4 +1,4 @@
-"""The failures that searches of one subject found, on disk: what the next search continues from, and their pages."""
+"""The failures that searches of one subject found, on disk: the state for the next search, and a page for each."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class WrittenUp:
 
 
 def write_up(failure: Failure, declared: Sequence[Declaration], subject: str, python: str, folder: Path) -> WrittenUp:
-    """Write the page of a failure and its program beside its file in ``folder``; run that with ``python``."""
+    """Write a failure's page and program next to its file in ``folder``; run the program with ``python``."""
     recipe, cell, finding = failure.drawn.recipe, failure.drawn.cell, failure.finding
     declaration = declared_for(cell.subject, cell.backend, declared)
     name = name_of(recipe)
@@ -174,7 +174,7 @@ def _folder(declaration: Declaration) -> Path:
 
 
 def processes_of(declaration: Declaration, cell: Cell) -> int:
-    """Return the processes of a program: one a rank, or one for a node if the subject starts the ranks of several."""
+    """Return the number of processes of a program: one per rank, or one if the subject starts several nodes' ranks."""
     return 1 if declaration.launch == "node" and cell.topology.num_nodes > 1 else cell.processes
 
 

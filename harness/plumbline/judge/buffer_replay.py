@@ -1,4 +1,4 @@
-"""Replays the forwards of a step, or some of them twice: what they make of a rank's buffers, such as BatchNorm's."""
+"""Replays the forwards of a step, or some of them twice, to compute a rank's buffers, such as BatchNorm's."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from plumbline.judge.oracle.oracle import Oracle, turns_of
 from plumbline.judge.trace_analysis import GlobalStep, TraceAnalysis
 
 NUDGED = 4
-"""Replays in float64 that measure its noise: the largest counts, as few units may hardly be rounded in one of them."""
+"""Replays in float64 that measure its noise. The largest counts: a replay may hardly round a small buffer."""
 
 
 def buffer_errors(
     analysis: TraceAnalysis, global_step: GlobalStep, following: GlobalStep, rank: int
 ) -> Iterator[tuple[str, Deviation]]:
-    """Yield how far each buffer of ``rank`` at the following step is from what this step's forwards make of it.
+    """Yield the error of each buffer of ``rank`` at the following step, compared with replays of this step's forwards.
 
-    Each is yielded twice: for the forwards of the rank's ``first device``, and for those of ``one device`` that takes
-    all samples, as a BatchNorm that shares its statistics remembers them. A trainer keeps to one of the two.
+    Each buffer is yielded twice: for the forwards of the rank's ``first device``, and for those of ``one device`` that
+    takes all samples, as for a BatchNorm that shares its statistics. A trainer follows one of the two.
     """
     start, found = global_step.ranks[rank], following.ranks[rank].buffers
     micro_batches = zip_longest(*(step.micro_batches for step in global_step.ranks))
@@ -40,10 +40,10 @@ def buffer_errors(
 
 
 def _replays(analysis: TraceAnalysis, step: Step, shares: list[Share]) -> Iterator[Tensors]:
-    """Yield what the forwards make of a step's buffers in the cell's precision.
+    """Yield the buffers after a step's forwards in the cell's precision.
 
-    Float64 is compared with itself, so its weights are nudged: a statistic of what is centred already, as behind
-    another BatchNorm, is nothing but the rounding inside the layers before it.
+    Float64 is compared with itself, so its weights are nudged: the mean of activations that are already centred, for
+    example after another BatchNorm, consists only of rounding errors of the layers before it.
     """
     oracle, micro_batches = analysis.cell_oracle, analysis.cell.contract.micro_batches
     if oracle.dtype is not torch.float64:
@@ -58,7 +58,7 @@ def _replays(analysis: TraceAnalysis, step: Step, shares: list[Share]) -> Iterat
 def buffer_error(value: torch.Tensor, exact: torch.Tensor, replayed: torch.Tensor, analysis: TraceAnalysis) -> float:
     """Return how far a buffer is from ``exact``, in × noise.
 
-    Noise is the error of ``replayed``, the same in the cell's precision, and at least one rounding.
+    Noise is the error of ``replayed``, the same buffer in the cell's precision, and at least one rounding.
     """
     noise = max(rounding_unit([exact.double()], analysis.epsilon), distance(replayed, exact))
     return in_noise(distance(value, exact), noise)
@@ -70,9 +70,9 @@ def own_shares(step: Step) -> list[Share]:
 
 
 def buffers_after(oracle: Oracle, step: Step, shares: list[Share], micro_batches: int) -> Tensors:
-    """Return what forwards over ``shares`` make of the buffers that a step began with; each turn makes its own.
+    """Return the buffers after forwards over ``shares`` from the start of a step; each turn makes its own forwards.
 
-    A batch has so many ``micro_batches``, each with a share; optimizers alternate between batches.
+    Each batch consists of ``micro_batches`` shares; optimizers can alternate between batches.
     """
     buffers, last, before = step.buffers, shares, list[Share]()
     if step.alternate:
@@ -103,7 +103,7 @@ FIRST_OF_A_BATCH = "a batch's first forward updates the statistics twice: check 
 
 
 def updated_again(analysis: TraceAnalysis) -> str | None:
-    """Return in words which forwards updated the buffers of every step again; None if that explains nothing.
+    """Return in words which forwards updated the buffers twice at every step; None if no repetition explains them.
 
     Ranks may run forwards in different orders, so each buffer is explained separately.
     """
@@ -116,15 +116,15 @@ def updated_again(analysis: TraceAnalysis) -> str | None:
         for name in set.intersection(*fits):
             fitting.setdefault(name, words)
     unexplained = analysis.steps[1].ranks[0].buffers.keys() & analysis.oracle.buffers.keys() - fitting.keys()
-    # A stage that goes back at once leaves no trace of when.
+    # If a stage's backward follows its forward at once, several ways fit its buffers: the other stages' decide.
     return None if unexplained else max(fitting.values(), key=(AT_ONCE, FIRST_OF_A_BATCH, IN_THE_BACKWARD).index)
 
 
 def _ways(analysis: TraceAnalysis, index: int) -> Iterator[tuple[str, list[Share], list[Share]]]:
-    """Yield words, a step's forwards with some repeated, and the next step's forwards before its first.
+    """Yield each way in words, a step's forwards with the repeated ones, and forwards before the next step's first.
 
-    A forward is repeated at once, or in its backward, after the forwards that a schedule starts with. The recorded
-    buffers of a step include what ran before its first recorded forward.
+    A forward is repeated at once, or in its backward, after the forwards with which a schedule starts. The recorded
+    buffers of a step include updates by forwards before its first recorded one.
     """
     now, then = (own_shares(step.ranks[0]) for step in analysis.steps[index : index + 2])
     size = analysis.cell.contract.micro_batches

@@ -1,7 +1,7 @@
 """Which bad findings about a training follow from another one: a table of rules, each with its reason.
 
-Samples, gradients, learning rates and updates are each judged from the subject's own state, so a mistake in one does
-not make another of them fail: no rule connects these. A rule is one way in which a mistake shows a second time.
+Samples, gradients, learning rates and updates are each judged from the subject's own state, so a mistake in one usually
+does not make another of them fail. A rule is one way in which a mistake shows a second time.
 """
 
 from __future__ import annotations
@@ -14,36 +14,35 @@ from plumbline.core.outcome import Outcome
 from plumbline.judge.findings import Information, with_hint
 
 NONE: Collection[str | None] = {None, UNEXPLAINED}
-"""The causes of a finding that names no cause."""
+"""The causes of a finding without a known cause."""
 
 PACE: Collection[str | None] = {
     "accumulates-unasked", "applied-once-a-rank", "parameter-in-several-optimizers", "short-last-window-dropped",
     "stepped-every-micro-batch", "stepped-without-a-batch", "window-over-the-end-of-the-epoch",
     "windows-of-another-length",
 }  # fmt: skip
-"""Causes by which the optimizer steps on other batches than the workload has."""
+"""Causes by which optimizer steps cover other batches than the workload's steps."""
 
 COUNTS: Collection[str | None] = {
     "batch-again", "batches-of-another-size", "drawn-twice-by-a-rank", "last-batch-filled-up", "local-rank-for-rank",
     "no-sampler", "node-rank-for-rank", "ranks-alike", "samples-never-seen", "shards-overlap",
 }  # fmt: skip
-"""Causes by which an epoch has more or fewer samples than it should; those about their order are not among them."""
+"""Causes by which an epoch has more or fewer samples than it should. Causes about the order are not included."""
 
 OF_ANOTHER_RANK: Collection[str | None] = {"optimizer-state-altered", "weights-not-restored", *NONE}
-"""Causes of what a rank would find that resumes with the state of one from which it had parted."""
+"""Causes of findings about a rank that resumes with the state of another rank from which it had diverged."""
 
 STAGES_APART: Collection[str | None] = {"stage-never-stepped", "stage-stepped-again"}
-"""Causes by which the n-th steps of ranks that hold one model together do not belong together."""
+"""Causes by which the n-th steps of ranks that hold one model together are not the same step."""
 
 
 @dataclass(frozen=True)
 class Rule:
     """A bad finding of ``check`` follows from one of ``origin``, for the reason in ``why``.
 
-    None in a field means any. ``causes`` and ``families`` restrict the finding of ``check``, and ``outcome`` how it
-    ended; ``origin_causes`` restrict the finding of ``origin``. ``hint`` says what to look at instead.
-    ``needed``: without a bad finding of ``origin`` the finding is no mistake. ``at_any_step``: the origin may have been
-    seen later.
+    None in a field means any value. ``causes``, ``families`` and ``outcome`` restrict the finding of ``check``, and
+    ``origin_causes`` the finding of ``origin``. ``hint`` replaces the finding's hint. ``needed``: without a bad finding
+    of ``origin`` the finding is no mistake. ``at_any_step``: the origin can begin at a later step than the finding.
     """
 
     check: str
@@ -58,7 +57,7 @@ class Rule:
     at_any_step: bool = False
 
     def applies_to(self, finding: Finding) -> bool:
-        """Return whether the rule is about ``finding``, whatever else was found.
+        """Return whether the rule is about ``finding``, regardless of the other findings.
 
         A check that raised has no cause, not even ``unexplained``: it has no verdict, so nothing explains it.
         """
@@ -71,7 +70,7 @@ class Rule:
         )
 
     def explains(self, finding: Finding, origin: Finding) -> bool:
-        """Return whether ``finding`` follows from ``origin``, which may not have begun later."""
+        """Return whether ``finding`` follows from ``origin``, which must not begin later unless ``at_any_step``."""
         return (
             origin.check == self.origin
             and self.applies_to(finding)
@@ -199,7 +198,7 @@ SCRIPT_RULES: tuple[Rule, ...] = (
     Rule("ranks-agree", "initial-weights", "ranks that begin apart stay apart",
          causes={"not-broadcast"}, needed=True, at_any_step=True),
 )  # fmt: skip
-"""The rules about a script, of which it is not known what it is meant to do."""
+"""The rules about a script, whose intended training is unknown."""
 
 
 def mark_consequences(
@@ -258,7 +257,7 @@ def _twin(finding: Finding, bad: Sequence[Finding], origins: dict[str, str]) -> 
 
 
 def _since(finding: Finding, bad: Sequence[Finding], origins: dict[str, str]) -> int | None:
-    """Return the step at which a finding began: a consequence began with its origin, wherever it is largest."""
+    """Return the step at which a finding began: a consequence began with its origin, even if it is largest later."""
     steps, check = [finding.step], finding.check
     while check in origins:
         check = origins[check]
@@ -267,7 +266,7 @@ def _since(finding: Finding, bad: Sequence[Finding], origins: dict[str, str]) ->
 
 
 def _leads_to(check: str, wanted: str, origins: dict[str, str]) -> bool:
-    """Return whether ``check`` is ``wanted`` or one of its consequences: nothing explains itself."""
+    """Return whether ``check`` is ``wanted`` or one of its consequences, because no finding explains itself."""
     while check in origins:
         check = origins[check]
         if check == wanted:

@@ -1,8 +1,8 @@
 """The values of ``loss`` and ``val_loss`` that a trainer should have reported: means over samples.
 
 ``loss`` is a mean over samples that were trained on, each at the weights it was trained with; ``val_loss`` a mean
-over the held-out samples at the weights of that time. Both are computed from *batch shares*: what one rank had of one
-batch.
+over the held-out samples at the weights of that time. Both are computed from *batch shares*: the part of one batch that
+one rank computed.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ REPORTED_IN = torch.finfo(torch.float32).eps
 """Loggers keep float32, in whatever precision the training computes."""
 
 SAME_MEAN = 1e-9
-"""In float64 two ways to compute the same mean differ by much less than this part of it."""
+"""The relative tolerance for equal means. In float64, two ways to compute the same mean differ by much less."""
 
 
 @dataclass(frozen=True)
 class BatchShare:
-    """What one rank had of one batch: its samples and their mean loss, in float64."""
+    """One rank's share of one batch: its samples and their mean loss, in float64."""
 
     step: int
     batch: int
@@ -50,7 +50,7 @@ BatchShares = tuple[BatchShare, ...]
 
 @dataclass(frozen=True)
 class LossMode:
-    """How losses are evaluated: so many steps ``later`` than is right, and in training mode or not."""
+    """How losses are evaluated: with weights from ``later`` steps after the right ones, and in training mode or not."""
 
     later: int
     training: bool
@@ -61,7 +61,7 @@ RIGHT = {TRAINING: LossMode(0, training=True), HELD_OUT: LossMode(0, training=Fa
 
 @dataclass(frozen=True)
 class ReportedValue:
-    """One value that one rank reported; ``previous`` is where it last reported that name, None at the first time."""
+    """One value that one rank reported; ``previous`` is the position of its last report of that name, None if first."""
 
     name: str
     value: float
@@ -118,7 +118,7 @@ class LossTable:
 
     @cached_property
     def means_over_samples(self) -> frozenset[str]:
-        """The metrics that are the mean of their samples' own losses: by declaration, or by trying."""
+        """The metrics that equal the mean of their samples' separate losses, by declaration or by a computed test."""
         if "metrics" in self.workload.needs:
             return frozenset(RIGHT)
         return frozenset(name for name in RIGHT if self._layouts and any(self._layouts[0]) and self._is_mean(name))
@@ -128,7 +128,7 @@ class LossTable:
         self.analysis.load_step(self.oracle, first)
         try:
             if name == TRAINING:
-                # All samples of the step: the few of one rank may well weigh alike.
+                # All samples of the step: the few of one rank can have equal weights by chance.
                 everybody = draws(self._layouts[0])
                 ((together,),) = self.oracle.losses((((tuple(everybody),),),))
                 (each,) = self.oracle.losses((tuple(((i,),) for i in everybody),))
@@ -153,14 +153,14 @@ class LossTable:
         return [rank_layout(self.analysis, global_step.index) for global_step in self.analysis.steps]
 
     def weights(self, steps: int) -> Tensors | None:
-        """Return the weights after so many steps, None where there were fewer."""
+        """Return the weights after ``steps`` steps; None if there were fewer."""
         done = self.analysis.steps
         if not 0 <= steps <= len(done):
             return None
         return done[steps].ranks[0].before if steps < len(done) else done[-1].ranks[0].after
 
     def _buffers(self, place: Position) -> Tensors:
-        """Return the first rank's buffers at a place; in the middle of a window as its forwards left them."""
+        """Return the first rank's buffers at a position; within a window, as its forwards so far left them."""
         step, micro_batches = place
         if step >= len(self.analysis.steps):
             return self.analysis.trace.ranks[0].final_buffers
@@ -176,7 +176,7 @@ class LossTable:
         return self.oracle.buffers_after(first.buffers, shares)
 
     def trained(self, state: LossMode) -> BatchShares:
-        """Return everything that was trained on, in order, as far as there are weights for it."""
+        """Return all batch shares that were trained on, in order, as far as their weights are known."""
         if state not in self._trained:
             self._trained[state] = self._train(state)
         return self._trained[state]
@@ -204,7 +204,7 @@ class LossTable:
         return tuple(sorted(shares, key=lambda share: (share.step, share.batch, share.rank)))
 
     def each(self, place: Position, state: LossMode, *, held_out: bool = True) -> torch.Tensor | None:
-        """Return the loss of each held-out sample alone, or of each of the others; None where it cannot be taken."""
+        """Return the separate loss of each held-out or each training sample; None if it cannot be computed."""
         key = (place, state, held_out)
         if key not in self._each:
             self._each[key] = self._one_by_one(place, state, self.held_out if held_out else self.oracle.data)
@@ -223,7 +223,7 @@ class LossTable:
             return None
 
     def evaluated(self, report: ReportedValue, state: LossMode) -> BatchShares:
-        """Return the last evaluation before a report, by rank and batch, as its samples were drawn."""
+        """Return the batch shares of the last evaluation before a report, with the samples as they were drawn."""
         losses = self.each(report.place, state)
         if losses is None:
             return ()
@@ -243,9 +243,9 @@ class LossTable:
         return tuple(sorted(shares, key=lambda share: (share.batch, share.rank)))
 
     def windows(self, report: ReportedValue, state: LossMode) -> list[BatchShares]:
-        """Return what the mean may cover: since the report before, in the last step, or in the epoch so far.
+        """Return what the mean may cover: everything since the previous report, the last step, or the epoch so far.
 
-        For the held-out samples it is the last evaluation.
+        For held-out samples it covers the last evaluation.
         """
         if report.name == HELD_OUT:
             return [window for window in (self.evaluated(report, state),) if window]
@@ -259,11 +259,11 @@ class LossTable:
         return [window for window in dict.fromkeys(windows) if window]
 
     def until(self, place: Position, state: LossMode) -> BatchShares:
-        """Return everything that was trained on until a place."""
+        """Return all batch shares that were trained on before a position."""
         return tuple(p for p in self.trained(state) if (p.step, p.batch) < place)
 
     def expected_values(self, report: ReportedValue) -> list[float]:
-        """Return the values that are correct; several, as the window of a mean is the trainer's choice."""
+        """Return the correct values: several, because the trainer chooses the window of a mean."""
         if report.name == TRAINING:
             return [mean(window) for window in self.windows(report, RIGHT[TRAINING])]
         losses = self.each(report.place, RIGHT[HELD_OUT])
@@ -277,10 +277,10 @@ class LossTable:
 
     @cached_property
     def noise(self) -> dict[str, NoiseScale]:
-        """Noise of each mean, by its name: the cell's precision on one device, about the weights of each step.
+        """Noise of each mean, by its name: the error of the cell's precision on one device, near each step's weights.
 
-        Under autocast a sample's own loss is rounded alike in every order, and by luck hardly at all: each order has
-        weights of its own, less than a rounding away.
+        Under autocast, a sample's loss is rounded in the same way in every order, and sometimes hardly at all. So each
+        order has weights of its own, less than a rounding away.
         """
         noise = {name: NoiseScale() for name in RIGHT}  # one of them may overflow in float16, and not the other
         oracle, cell_oracle, rng = self.oracle, self.analysis.cell_oracle, random.Random(self.workload.seed)

@@ -24,7 +24,7 @@ class Vacuous(Exception):  # noqa: N818 - it is a verdict about the check, not a
 
 @dataclass(frozen=True)
 class Information(Finding):
-    """What should be read although it is no mistake: it has passed, and does not say that anything is right."""
+    """A finding to read although it is no mistake. It counts as passed, but does not say that anything is right."""
 
 
 def passed(check: str, observed: str) -> Finding:
@@ -50,13 +50,13 @@ def failed(
 
 
 def failed_with_hint(check: str, observed: str, hint: str, **place_and_cause: Any) -> Finding:
-    """Return what ``failed`` does, with ``hint`` at the end of the message: what to look at."""
+    """Return a finding as ``failed`` does, with ``hint``, which says what to look at, at the end of the message."""
     finding = failed(check, observed, **place_and_cause)
     return replace(finding, message=f"{finding.message}: {hint}", hint=hint)
 
 
 def with_hint(finding: Finding, hint: str) -> Finding:
-    """Return a finding with another hint in place of its own, also in its message."""
+    """Return a finding with its hint replaced, also in its message; unchanged if it has no hint."""
     if finding.hint is None:
         return finding
     return replace(finding, message=finding.message.replace(finding.hint, hint), hint=hint)
@@ -79,7 +79,7 @@ def from_deviation(
 
 
 def compare_with_one(check: str, observed: str, expected: str, deviation: Deviation, limit: float) -> Finding:
-    """Judge ``observed``, a plural, against the one thing that is correct."""
+    """Judge ``observed``, a plural noun, against the only correct result."""
     good = deviation.x_noise <= limit
     message = f"{observed} {'match' if good else 'do not match'} {expected}: {error_at(deviation, limit)}"
     return from_deviation(check, Outcome.PASSED if good else Outcome.FAILED, message, deviation, limit)
@@ -97,8 +97,8 @@ def compare_with_two(
 ) -> Finding:
     """Judge ``observed`` against what one device computes and against ``promise``, the backend's contract.
 
-    ``gap`` is the distance between the two in × noise. Where rounding may explain it, they count as one. Otherwise the
-    nearer one is the one that was met, if any was.
+    ``gap`` is the distance between the two in × noise. If rounding can explain it, they count as one. Otherwise only
+    the nearer one can match.
     """
     nearer = min(one_device, contract, key=lambda deviation: deviation.x_noise)
     if nearer is one_device or gap <= limit:
@@ -114,7 +114,7 @@ def compare_with_two(
 class TwoWayComparison:
     """Collects errors against the backend's contract and against one device, which may compute in several ways.
 
-    A trainer keeps to one of these ways, so the largest errors are kept for each way alone.
+    A trainer follows one of these ways at every step, so the largest error is kept for each way separately.
     """
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ class TwoWayComparison:
     def add(
         self, at: Deviation, noise: float, contract: float, one_device: Sequence[float], gaps: Sequence[float] = ()
     ) -> None:
-        """Take one value, whose place is that of ``at``.
+        """Add one value, at the place of ``at``.
 
         Args:
             at: a deviation with the place; its size is ignored.
@@ -141,7 +141,7 @@ class TwoWayComparison:
             self._gaps[way] = max(self._gaps.get(way, 0.0), in_noise(gap, noise))
 
     def finding(self, check: str, observed: str, promise: str, limit: float) -> Finding:
-        """Judge what was added, of which there must be something, by its nearest way and its smallest gap."""
+        """Judge the values that were added, at least one, by the nearest way and the smallest gap."""
         assert self.contract is not None
         one_device = min(self._ways.values(), key=lambda deviation: deviation.x_noise)
         gap = min(self._gaps.values())
@@ -170,13 +170,13 @@ def _place(step: int | None, rank: int | None, parameter: str | None) -> list[st
 MOST_PARAMETERS: Final = 24
 MOST_STEPS: Final = 24
 STEPS_BEFORE: Final = 4
-"""Steps that a grid shows before the one of the finding, where not all of them fit."""
+"""Steps that a grid shows before the finding's step, if not all steps fit."""
 
 
 def with_error_grid(finding: Finding, deviations: Iterable[Deviation]) -> Finding:
     """Return a finding with the largest error of each parameter at each step, over ranks.
 
-    Of many parameters each row is a module; of many steps those around the finding's own are kept.
+    With many parameters, each row is a module; with many steps, only those around the finding's step are kept.
     """
     found = [one for one in deviations if one.step is not None and one.parameter not in (None, TOGETHER)]
     names = _folded(dict.fromkeys(str(one.parameter) for one in found))

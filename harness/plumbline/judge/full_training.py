@@ -31,7 +31,7 @@ class FullTraining:
 
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
-        """The layout of each step under the contract, or one device's if that is the same, which needs one pass."""
+        """The layout of each step under the contract, or one device's if results are equal: it needs only one pass."""
         layouts = tuple(self._recorded.layouts.values())
         return tuple(map(self._recorded.one_device, layouts)) if self._recorded.is_one_device else layouts
 
@@ -42,7 +42,7 @@ class FullTraining:
 
     @cached_property
     def one_device(self) -> dict[tuple[Layout, ...], Tensors]:
-        """The final weights of one device in float64, by the layouts of its steps: windows one by one, or at once."""
+        """The final weights of one device in float64, by its layouts: a window's batches one by one, or at once."""
         ways = {tuple(map(way, self.layouts)) for way in (self._recorded.one_device, single_batch_layout)}
         return {way: self.contract if way == self.layouts else self.end(way) for way in ways}
 
@@ -50,8 +50,8 @@ class FullTraining:
     def noise(self) -> dict[str, float]:
         """The difference between final weights that rounding alone explains, by name.
 
-        Adam takes a full step even if only rounding is left of a gradient. Samples may cancel out in one way of
-        counting but not in another, so each way that gives other weights is measured.
+        Adam takes a full step even if only rounding is left of a gradient. Samples can cancel out in one layout but not
+        in another, so each layout that gives different weights is measured.
         """
         ways = {} if self._recorded.is_one_device else self.one_device
         measured = [self._noise_of(layouts, end) for layouts, end in {**ways, self.layouts: self.contract}.items()]
@@ -61,9 +61,9 @@ class FullTraining:
     def _moved_by_tolerated_errors(self) -> dict[str, float]:
         """Return how far the final weights move if gradients have errors that still count as right.
 
-        A few runs may miss what rounding can do to an entry whose gradient nearly cancels out, and Adam makes a whole
-        step of it. So each entry that is not zero is moved by its share of the error, to one side in one training and
-        to the other side in another. The larger difference counts.
+        A few runs can miss the effect of rounding on an entry whose gradient nearly cancels out, although Adam takes a
+        whole step there. So each entry that is not zero is moved by its share of the error, to one side in one training
+        and to the other side in another. The larger difference counts.
         """
         differences = []
         for side in (1, -1):
@@ -114,7 +114,7 @@ class FullTraining:
     def _unit(self, name: str, end: Tensor) -> float:
         """Return one rounding of a weight, and in 16 bits one of the distance that it moved.
 
-        Small dyadic numbers may need no rounding in any order that was tried, but one in another order.
+        Sums of small dyadic numbers may need no rounding in the orders that were tried, but one in another order.
         """
         moved = end - self._recorded.start[name].double()
         return rounding_unit([end], self._recorded.weight_epsilon) + rounding_unit(
@@ -122,7 +122,7 @@ class FullTraining:
         )
 
     def _within_a_rounding(self, seed: int) -> Callable[[Tensors], Tensors]:
-        """Return what moves weights by less than a rounding, to numbers that the cell's precision can store."""
+        """Return a function that moves weights by less than a rounding, to numbers that the cell's precision has."""
         generator, dtype = torch.Generator().manual_seed(seed), self._recorded.cell_oracle.dtype
 
         def moved(weights: Tensors) -> Tensors:

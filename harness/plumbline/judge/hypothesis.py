@@ -1,8 +1,8 @@
-"""What a hypothesis about a cause is, where all are registered, and ``explain``, which finds the one that fits best.
+"""Hypotheses about causes, their registry, and ``explain``, which finds the hypothesis that fits best.
 
-A hypothesis predicts what a mistake would have left in the evidence. How a prediction is compared with what is there
-depends on the evidence: gradients and reported metrics within noise, learning rates to nine digits. A hypothesis about
-what can be counted (samples, steps, evaluations) yields the ``Match`` itself.
+A hypothesis predicts what a mistake would have left in the evidence. How closely a prediction must fit depends on the
+evidence: gradients and reported metrics within noise, learning rates to nine digits. A hypothesis about counts
+(samples, steps, evaluations) yields the ``Match`` itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from plumbline.judge.findings import failed_with_hint
 from plumbline.judge.trace_analysis import TraceAnalysis
 
 OCCASIONAL = 100
-"""The specificity of a hypothesis that fits only on some occasions: above what is fitted, below what holds always."""
+"""The specificity of a hypothesis that fits only on some occasions: above fitted ones, below those that always fit."""
 
 Case_contra = TypeVar("Case_contra", contravariant=True)
 Prediction_co = TypeVar("Prediction_co", covariant=True)
@@ -29,7 +29,7 @@ class Match:
 
     ``step`` and ``rank`` say where the mistake shows first; None keeps those of the finding. ``figures`` fill the
     placeholders of the hypothesis's texts. ``error`` is the distance between prediction and evidence in × noise, None
-    where things are counted. ``when`` says in words on which occasions the mistake happens, empty where it is always.
+    for counts. ``when`` says in words on which occasions the mistake happens; it is empty if it always happens.
     """
 
     step: int | None = None
@@ -43,12 +43,12 @@ class Match:
 class Hypothesis(Generic[Case_contra, Prediction_co]):
     """A known mistake, and how to recognise it.
 
-    ``name`` and ``family`` are the cause in the finding. ``predict`` yields what the mistake would have left in the
-    evidence of a case, in as many variants as there are; nothing where the mistake cannot have happened.
-    ``description`` says what was observed and ``hint`` what to look at; both may have ``str.format`` placeholders.
-    Of several hypotheses that fit, the one with the largest ``specificity`` is the cause; among equals the one
-    registered first. Numbers are compared only between hypotheses about the same kind of case. A general hypothesis
-    may fit by accident what a specific one is for, so it has the smaller number.
+    ``name`` and ``family`` are the cause in the finding. ``predict`` yields each variant of what the mistake would have
+    left in the evidence of a case; nothing if the mistake cannot have happened. ``description`` says what was observed
+    and ``hint`` what to look at; both can have ``str.format`` placeholders. Of several hypotheses that fit, the one
+    with the largest ``specificity`` is the cause; among equals the one registered first. Numbers are compared only
+    between hypotheses about the same kind of case. A general hypothesis can fit by accident where a specific one
+    applies, so it has a smaller number.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Hypothesis(Generic[Case_contra, Prediction_co]):
 
 
 def holds(condition: Callable[[Case_contra], bool]) -> Callable[[Case_contra], Iterator[Match]]:
-    """Return a ``predict`` that yields a match, without place and figures, where a condition holds."""
+    """Return a ``predict`` that yields a match, without place and figures, if a condition holds."""
 
     def predict(case: Case_contra) -> Iterator[Match]:
         if condition(case):
@@ -70,7 +70,7 @@ def holds(condition: Callable[[Case_contra], bool]) -> Callable[[Case_contra], I
 
 
 class Evidence(ABC):
-    """What hypotheses are tried against.
+    """The evidence on which hypotheses are tried.
 
     ``kind`` is the type of case from which the hypotheses predict, and the key of their list in the registry.
     """
@@ -82,7 +82,7 @@ class Evidence(ABC):
 
     @abstractmethod
     def match(self, hypothesis: Hypothesis[Any, Any]) -> Match | None:
-        """Return how a hypothesis fits, None where the evidence refutes it."""
+        """Return how a hypothesis fits; None if the evidence refutes it."""
 
     def message(self, finding: Finding, description: str, hint: str, match: Match) -> str:
         """Return the message of the explained finding."""
@@ -148,7 +148,7 @@ def explain(finding: Finding, evidence: Evidence) -> Finding:
 def most_specific(
     hypotheses: Iterable[Hypothesis[Any, Any]], evidence: Evidence
 ) -> tuple[Hypothesis[Any, Any], Match] | None:
-    """Return the most specific hypothesis that fits the evidence, None where none does."""
+    """Return the most specific hypothesis that fits the evidence, with its match; None if none does."""
     best: tuple[Hypothesis[Any, Any], Match] | None = None
     for hypothesis in sorted(hypotheses, key=lambda one: -one.specificity):
         if best is not None and hypothesis.specificity <= OCCASIONAL:
@@ -162,6 +162,6 @@ def most_specific(
 
 
 def failed_by(check: str, observed: str, mistake: Hypothesis[Any, Any], **place: Any) -> Finding:
-    """Return the failure of a check that has seen a known mistake itself, so that nothing needs to be predicted."""
+    """Return the failure of a check that observed a known mistake directly, without any prediction."""
     finding = failed_with_hint(check, observed, mistake.hint, cause=mistake.name, family=mistake.family, **place)
     return replace(finding, hint=mistake.hint)

@@ -1,7 +1,7 @@
-"""Draws of ranks that each draw samples independently: which of them agree more than chance explains.
+"""Finds ranks whose samples agree more often than chance explains, where each rank should draw independently.
 
-Where data comes by iterations there is no epoch in which a sample is due once. What remains to check is whether the
-ranks are independent: a shared generator, or one that is seeded alike, gives all of them the same samples.
+A training by iterations has no epoch in which each sample is due once. All that can be checked is whether the ranks are
+independent: with a shared generator, or generators with equal seeds, all ranks draw the same samples.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RANKS_FOR_THE_RATE = 8
 
 @dataclass(frozen=True)
 class SharedDraws:
-    """Two ranks drew ``count`` of ``places`` samples alike, at one ``step`` or, where that is None, over all."""
+    """Two ranks drew the same sample at ``count`` of ``places`` places, in one ``step`` or, if it is None, in all."""
 
     first: int
     second: int
@@ -39,9 +39,9 @@ def drawn(step: Step) -> tuple[int, ...]:
 
 
 def unlike_members(analysis: TraceAnalysis) -> tuple[int, int, int] | None:
-    """Return a step and two ranks that hold one replica together and used other samples in it, None if all agree.
+    """Return a step and two ranks of one replica that used different samples in it; None if all agree.
 
-    A rank that calls the model with no batch of its own, as the stages of a pipeline may, agrees with every other.
+    A rank that passes no batch to the model, such as a later pipeline stage, agrees with every other rank.
     """
     groups = analysis.cell.contract.replicas(analysis.cell.topology)
     for each in analysis.recorded_steps:
@@ -56,7 +56,7 @@ def unlike_members(analysis: TraceAnalysis) -> tuple[int, int, int] | None:
 
 
 def repeated(analysis: TraceAnalysis) -> tuple[int, int] | None:
-    """Return the step and the rank at which a batch, or a step, has the very draws of the one before it."""
+    """Return the step and the rank at which a micro-batch, or a whole step, repeats the draws of the previous one."""
     size, world = len(analysis.oracle.data), analysis.world
     for trace in analysis.trace.ranks:
         micros = [(step, micro.samples) for step, own in enumerate(trace.steps) for micro in own.micro_batches]
@@ -64,7 +64,7 @@ def repeated(analysis: TraceAnalysis) -> tuple[int, int] | None:
         limit = surprise_limit(2 * world * len(micros))
         for draws in (micros, steps):
             for (_, before), (step, now) in itertools.pairwise(draws):
-                # A sampler that goes through the data in order repeats the batch where there is no other.
+                # If all ranks' draws cover most of the data, a sequential sampler has no other batch to draw.
                 only_batch = 2 * world * len(set(now)) > size
                 if now == before and not only_batch and len(now) * math.log(size) > limit:
                     return step, trace.rank
@@ -74,8 +74,8 @@ def repeated(analysis: TraceAnalysis) -> tuple[int, int] | None:
 def shared(analysis: TraceAnalysis) -> SharedDraws | None:
     """Return the two ranks whose draws agree, place by place, more than chance explains; None if none do.
 
-    By chance a place agrees with the rate at which draws of different steps do, and at least once in as many as there
-    are samples to choose from.
+    The probability that a place agrees by chance is the rate at which draws of different steps agree, and at least one
+    over the number of samples to choose from.
     """
     table = _table(analysis)
     if table is None:
@@ -98,7 +98,7 @@ def shared(analysis: TraceAnalysis) -> SharedDraws | None:
 
 
 def _table(analysis: TraceAnalysis) -> Tensor | None:
-    """Return the draws as ranks × steps × places, as many places as every step of every rank has."""
+    """Return the draws as a table of ranks × steps × places; the shortest step of any rank limits the places."""
     draws: Sequence[Sequence[tuple[int, ...]]] = [
         [drawn(step.ranks[rank]) for step in analysis.steps] for rank in range(analysis.world)
     ]
@@ -109,7 +109,7 @@ def _table(analysis: TraceAnalysis) -> Tensor | None:
 
 
 def _rate_by_chance(table: Tensor) -> float:
-    """Return how often draws of different ranks at different steps agree; 0 where there is one step."""
+    """Return how often draws of different ranks at different steps agree; 0 if there is only one step."""
     some = table[:RANKS_FOR_THE_RATE]
     ranks, steps, width = some.shape
     alike = 0
@@ -121,7 +121,7 @@ def _rate_by_chance(table: Tensor) -> float:
 
 
 def _surprise(counts: Tensor, places: int, rate: float) -> Tensor:
-    """Return minus the logarithm of (Chernoff's bound on) the probability of so many agreements, or more."""
+    """Return minus the logarithm of (Chernoff's bound on) the probability of at least ``counts`` agreements."""
     share = counts / places
     entropy = torch.special.xlogy(share, share / rate) + torch.special.xlogy(1 - share, (1 - share) / (1 - rate))
     return torch.where(share > rate, places * entropy, 0.0) if rate < 1 else torch.zeros_like(share)

@@ -1,4 +1,4 @@
-"""An interrupted training beside the same one without interruption."""
+"""An interrupted training, to be compared with the same training without interruption."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Draws = tuple[int, ...]
 class Interruption:
     """Three launches of one cell: ``whole`` without interruption, ``saved``, which stopped, and ``resumed``.
 
-    Steps are counted as in the whole training, attempts that were skipped included.
+    Steps are counted as in the whole training, including skipped attempts.
     """
 
     def __init__(self, whole: TraceAnalysis, saved: Trace, resumed: Trace) -> None:
@@ -47,11 +47,11 @@ class Interruption:
 
     @cached_property
     def draws(self) -> tuple[tuple[Draws, ...], tuple[Draws, ...], tuple[Draws, ...]]:
-        """The samples of each step of the whole training, of the one that stopped, and of the one that went on."""
+        """The samples of each step of the whole, the saved and the resumed training."""
         return _draws(self.whole), _draws(self.saved), _draws(self.resumed)
 
     def origin(self, rank: int) -> RankTrace:
-        """Return what a resumed rank continues from: the same rank, or the first where the number of ranks differs."""
+        """Return the saved rank that a resumed one continues: the same, or the first if the number of ranks differs."""
         ranks = self.saved.trace.ranks
         return ranks[rank] if self.saved.cell == self.whole.cell else ranks[0]
 
@@ -63,12 +63,12 @@ class Interruption:
         return tuple(weights for weights in left if weights is not None)
 
     def joined(self, rank: int) -> RankTrace:
-        """Return a rank's training as one: the steps that were saved, and those that followed."""
+        """Return a rank's training as one trace: the steps before the interruption, and the resumed ones."""
         after = self.resumed.trace.ranks[rank]
         return replace(after, steps=self.origin(rank).steps + after.steps)
 
     def pairs(self) -> list[tuple[int, int, Step, Step]]:
-        """Return each resumed step, with its number and rank, beside the same step of the whole training."""
+        """Return each resumed step with its number, its rank, and the same step of the whole training."""
         return [
             (self.place + global_step.index, rank, step, self.whole.steps[self.place + global_step.index].ranks[rank])
             for global_step in self.resumed.steps
@@ -78,7 +78,7 @@ class Interruption:
 
 
 def saving_cell(whole: TraceAnalysis) -> Cell:
-    """Return the cell of the launch that stops: an elastic training had another number of devices."""
+    """Return the cell of the launch that stops: for an elastic training, with a different number of devices."""
     return whole.cell.resized if whole.workload.elastic else whole.cell
 
 

@@ -1,4 +1,4 @@
-"""From a recording to findings: the one way, for a subject and for a script."""
+"""Judges a recording, of a subject or of a script: runs its checks and returns their findings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from plumbline.judge.hypothesis import explain
 from plumbline.judge.trace_analysis import TraceAnalysis
 
 BY_STEP, OVER_ALL = ("gradients", "update", "training"), ("buffers", "metrics", "checkpoint")
-"""The checks that have nothing to compare once numbers are out of range; those by step are judged until then."""
+"""The checks that cannot compare numbers that are out of range. Those by step still judge the steps before."""
 
 
 def run_checks(evidence: Recording) -> list[Finding]:
@@ -32,7 +32,7 @@ def run_checks(evidence: Recording) -> list[Finding]:
 
 
 def run_check(name: str, check: Check, evidence: Recording) -> Iterator[Finding]:
-    """Yield what one check finds. A check that raises has no verdict, and does not hide what it found before."""
+    """Yield what one check finds. If it raises, its earlier findings remain, and one without a verdict follows."""
     try:
         found = check(evidence)
         if found is not None:
@@ -50,7 +50,7 @@ def run_check(name: str, check: Check, evidence: Recording) -> Iterator[Finding]
 class Kind:
     """How recordings of one kind are judged, besides their checks.
 
-    ``rules`` and ``same_cause`` are what ``mark_consequences`` takes. ``run`` returns the findings.
+    ``rules`` and ``same_cause`` are arguments of ``mark_consequences``. ``run`` returns the findings.
     """
 
     rules: Sequence[Rule]
@@ -68,10 +68,9 @@ def judge(recording: Recording) -> tuple[Finding, ...]:
 
 
 def _of_subject(analysis: TraceAnalysis) -> list[Finding]:
-    """Return the findings about a subject's trace, whatever the state of the global RNG.
+    """Return the findings about a subject's trace, independent of the state of the global RNG.
 
-    A trace that is not whole (a rank raised, crashed or hung) is not judged further: the finding says how the launch
-    ended.
+    An incomplete trace (a rank raised, crashed or hung) is not judged further: the finding says how the launch ended.
     """
     trace, cell = analysis.whole_trace, analysis.cell
     broken = launch(trace, cell)
@@ -89,15 +88,15 @@ def _of_subject(analysis: TraceAnalysis) -> list[Finding]:
 
 
 def _is_of_numbers(finding: Finding) -> bool:
-    """Return whether a finding accuses numbers that one device may not be able to hold either."""
+    """Return whether a finding reports wrong numbers, which may be out of range on one device too."""
     return finding.check in (*BY_STEP, *OVER_ALL) and finding.outcome.is_bad
 
 
 def _diverged_at(analysis: TraceAnalysis) -> int | None:
-    """Return the step from which on numbers are out of range, None where there is none or the evidence cannot tell."""
+    """Return the first step at which numbers are out of range; None if there is none or the evidence cannot tell."""
     try:
         return analysis.diverged_at
-    except Exception:  # evidence with which nothing can be computed: the checks have said so
+    except Exception:  # nothing can be computed from this evidence: the checks have reported that
         return None
 
 
@@ -114,4 +113,4 @@ def _before(step: int, finding: Finding, until: TraceAnalysis) -> Finding:
 
 
 KINDS: dict[type, Kind] = {TraceAnalysis: Kind(RULES, same_cause=True, run=_of_subject)}
-"""The kinds of recordings that can be judged; ``plumbline.check.judge`` adds that of a script."""
+"""The kinds of recordings that can be judged; ``plumbline.check.judge`` adds recordings of scripts."""

@@ -1,4 +1,4 @@
-"""Where in a training evaluations and reports fall: after how many steps, and micro-batches of the next one."""
+"""Positions of evaluations and reports in a training: the steps done, and the micro-batches done of the next one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from plumbline.judge.trace_analysis import TraceAnalysis
 
 
 def evaluations_due(analysis: TraceAnalysis) -> Iterator[tuple[Position, ...]]:
-    """Yield the positions, alternatives to each other, at which each evaluation is due that the workload asks for."""
+    """Yield the equivalent positions at which each evaluation is due that the workload asks for."""
     every, epochs = analysis.workload.validate_every, analysis.epochs
     if every is None:
         return
@@ -22,9 +22,9 @@ def evaluations_due(analysis: TraceAnalysis) -> Iterator[tuple[Position, ...]]:
 
 
 def position_of(analysis: TraceAnalysis, step: int, micro_batches: int, rank: int) -> Position:
-    """Return a recorded position in the workload's micro-batches.
+    """Return a recorded position, converted to the workload's micro-batches.
 
-    More are recorded where there is a loss for each device, and where optimizers alternate, with a pass for each.
+    More micro-batches are recorded if each device has its own loss, or if optimizers alternate, each with its own pass.
     """
     if not micro_batches or step >= len(analysis.steps):
         return step, micro_batches
@@ -34,7 +34,7 @@ def position_of(analysis: TraceAnalysis, step: int, micro_batches: int, rank: in
 
 
 def rank_layout(analysis: TraceAnalysis, step: int, *ranks: int) -> Layout:
-    """Return who computed what in a step, also in a skipped one: all ranks, or these, if they had samples."""
+    """Return the layout of a step, also of a skipped one, for all ranks or for ``ranks``, without empty groups."""
     steps = with_unique_draws(analysis.steps[step].ranks)
     spread = analysis.cell.contract.devices_per_process(analysis.cell.topology)
     chosen = [steps[rank] for rank in ranks] or steps

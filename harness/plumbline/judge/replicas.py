@@ -1,7 +1,7 @@
-"""Ranks that hold one model together, as the judge sees them: each with all of the model.
+"""Joins the records of ranks that hold one model together, so that each judged rank has the whole model.
 
-Those that see the same samples, such as the stages of a pipeline, are judged as one rank. Others, such as those that
-have experts of their own, remain, and get what they do not hold from the ranks that do.
+Ranks that see the same samples, such as the stages of a pipeline, are judged as one rank. Other ranks, such as those
+with experts of their own, remain separate, and get the tensors that they lack from the ranks that hold them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from plumbline.evidence.trace import MicroBatch, RankTrace, Step, Tensors, Trace
 
 
 def with_whole_models(trace: Trace, groups: Sequence[Sequence[int]]) -> Trace:
-    """Return a launch's trace in which each rank has what any of its group holds; groups hold one model together.
+    """Return a launch's trace in which each rank has all tensors of its group, whose ranks hold one model together.
 
-    What a rank lacks is that of the first of its group that has it, gradients included.
+    A tensor that a rank lacks, or its gradient, comes from the first rank of the group that has it.
     """
     held = [{name for step in rank.steps for name in step.before} for rank in trace.ranks]
     together = [[rank for rank in group if rank < len(trace.ranks)] for group in groups]
@@ -46,10 +46,10 @@ def _completed(rank: RankTrace, holders: Sequence[RankTrace]) -> RankTrace:
 def as_replicas(
     trace: Trace, groups: Sequence[Sequence[int]], mask_shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 ) -> Trace:
-    """Return a launch's trace with one rank for each of these groups; unchanged where a rank is alone in its group.
+    """Return a launch's trace with one rank for each of these groups; unchanged if all groups have one rank.
 
-    What several ranks of a group hold is that of the first: whether they agree is for a check of all ranks to say.
-    Where each rank drew a mask for its part of an activation, these are put together to masks of ``mask_shapes``.
+    A tensor that several ranks of a group hold comes from the first: another check tells whether they agree. If each
+    rank drew a mask for its part of an activation, the parts are joined to masks of ``mask_shapes``.
     """
     if all(len(group) == 1 for group in groups):
         return trace
@@ -59,9 +59,9 @@ def as_replicas(
 
 
 def with_empty_steps(trace: Trace, groups: Sequence[Sequence[int]]) -> Trace:
-    """Return the trace with an empty step for each one of its group on a rank that holds no parameter.
+    """Return the trace in which a rank without parameters has an empty step for each step of its group.
 
-    Such a rank has nothing to step, so it may never do it.
+    Such a rank has nothing to step, so it may never call an optimizer.
     """
     idle = {
         rank: max(len(trace.ranks[other].steps) for other in group if other < len(trace.ranks))
@@ -101,7 +101,7 @@ def _step(parts: Sequence[Step], mask_shapes: Mapping[str, tuple[int, ...]]) -> 
 
 
 def with_tensors_of_all(parts: Sequence[Step]) -> Step:
-    """Return the first of these steps with all weights, gradients and buffers, each of the first that holds it."""
+    """Return the first of these steps with all weights, gradients and buffers, each from the first that holds it."""
     holders: dict[str, Step] = {}
     for part in parts:
         for name in part.before:
@@ -109,7 +109,7 @@ def with_tensors_of_all(parts: Sequence[Step]) -> Step:
     return replace(
         parts[0],
         before=_first_of_each(part.before for part in parts),
-        # A parameter that its holder has no gradient of has none, whatever other ranks have.
+        # If a parameter's first holder has no gradient of it, there is none, even if other ranks have one.
         gradients={name: part.gradients[name] for name, part in holders.items() if name in part.gradients},
         after=_first_of_each(part.after for part in parts),
         # A stage without parameters may have no optimizer.
@@ -121,16 +121,16 @@ def with_tensors_of_all(parts: Sequence[Step]) -> Step:
 
 
 def holders_of(parts: Sequence[Step]) -> dict[str, tuple[int, ...]]:
-    """Return which of several ranks, by their places among them, hold each parameter."""
+    """Return the places in ``parts`` of the ranks that hold each parameter."""
     names = dict.fromkeys(name for part in parts for name in part.before)
     return {name: tuple(place for place, part in enumerate(parts) if name in part.before) for name in names}
 
 
 def _micro_batches(parts: Sequence[Step], mask_shapes: Mapping[str, tuple[int, ...]]) -> tuple[MicroBatch, ...]:
-    """Return the passes of a replica: one rank has their samples, and another one may have the loss alone.
+    """Return the micro-batches of a replica: one rank has their samples, and another may have only the loss.
 
-    A rank that computes several forwards before a loss leaves them as one pass, so it is not asked for the samples
-    where another one left more passes.
+    A rank that computes several forwards before a loss records them as one micro-batch, so the samples come from the
+    rank that recorded the most.
     """
     most = max(parts, key=lambda part: sum(any(micro.forwards) for micro in part.micro_batches))
     parts = [most, *(part for part in parts if part is not most)]
@@ -145,7 +145,7 @@ def _micro_batches(parts: Sequence[Step], mask_shapes: Mapping[str, tuple[int, .
 
 
 def _masks(drawn: Sequence[Tensors], shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
-    """Return the masks of a replica: those of the first rank, or the parts of all ranks that are a whole together."""
+    """Return the masks of a replica: the first rank's, or the joined parts of all ranks if these make up a whole."""
     joined = _first_of_each(drawn)
     for name, first in joined.items():
         parts = [masks[name] for masks in drawn if name in masks]

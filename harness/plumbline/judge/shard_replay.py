@@ -1,4 +1,4 @@
-"""Replays optimizer steps that each rank takes with its own block of every parameter, as if it were a whole one."""
+"""Replays optimizer steps in which each rank treats its block of every parameter as a whole parameter."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from plumbline.judge.trace_analysis import TraceAnalysis
 from plumbline.judge.update_replay import StepReplays, replays
 
 WAYS = (torch.chunk, torch.tensor_split)
-"""How parameters are divided: as FSDP2 and DTensor do, and as evenly as possible."""
+"""The ways to divide a parameter into blocks: as FSDP2 and DTensor do, and as evenly as possible."""
 
 
 def stepped_shard_by_shard(trace: RankTrace, analysis: TraceAnalysis) -> bool:
-    """Say whether every update is what the optimizer makes of blocks of parameters, each alone, and of nothing else.
+    """Say whether steps of the optimizer on separate blocks explain every update, and steps on whole parameters do not.
 
-    It must be so within the rounding of one device, which does not add up matrix products in parts, at every step, for
-    every parameter of which blocks alone give something else.
+    At every step, each parameter must match the update by blocks within the rounding of one device, which does not sum
+    matrix products in parts. For at least one parameter, the update by blocks must differ from that of the whole.
     """
     sizes = {len(group) for group in analysis.cell.contract.holders(analysis.cell.topology)} - {1}
     ways = [(way, dim, size) for way in WAYS for dim in (0, 1) for size in sizes]
@@ -43,7 +43,7 @@ def _fits(steps: Sequence[StepReplays], analysis: TraceAnalysis, blocks: _Blocks
 
 
 class _Blocks:
-    """The optimizers of some ranks, each over its block of every parameter, in the precision of the weights."""
+    """One optimizer per rank, which steps the rank's block of every parameter, in the precision of the weights."""
 
     def __init__(self, analysis: TraceAnalysis, way: object, dim: int, size: int) -> None:
         self._way, self._dim, self._size = way, dim, size

@@ -1,4 +1,4 @@
-"""One trace under analysis: what every check shares. Its steps, the expected gradient of each, and the noise."""
+"""One trace under analysis, with what all checks share: its steps, their expected gradients, and the noise."""
 
 from __future__ import annotations
 
@@ -48,19 +48,19 @@ from plumbline.workloads import Workload
 _Made = TypeVar("_Made")
 
 NUDGES = 3
-"""Weights a rounding of float64 away that tell whether a tensor is zero in truth."""
+"""How many weights, one rounding of float64 away, are used to tell whether a tensor is really zero."""
 
 
 @dataclass(frozen=True)
 class ExpectedGradients:
     """The correct gradients of one step, in float64, at the subject's own weights and samples.
 
-    ``one_device``: what one device may compute, the mean over micro-batches, or all samples at once.
+    ``one_device``: what one device may compute: the mean over micro-batches, or all samples at once.
     ``contract``: what the backend promises. ``raw``: the same before it is clipped. ``parts``: the gradient of each
     group alone, by micro-batch.
-    ``units``: the size of one rounding of each tensor. ``largest_units``: that of one rounding of its largest entry in
-    the dtype that autocast computes in; without autocast it is empty. ``rounding_alone``: tensors that are zero in
-    truth, whose unit is zero, and how large float64's roundings make them.
+    ``units``: the size of one rounding of each tensor. ``largest_units``: the size of one rounding of its largest entry
+    in the dtype that autocast computes in; empty without autocast. ``rounding_alone``: tensors that are really zero,
+    whose unit is zero, and how large float64's roundings make them.
     """
 
     one_device: tuple[Tensors, ...]
@@ -91,7 +91,7 @@ class GlobalStep:
 
     @property
     def held_back(self) -> frozenset[str]:
-        """The parameters of optimizers that a GradScaler skipped, where it did not skip all of them."""
+        """The parameters of the optimizers that a GradScaler skipped, if it did not skip all optimizers."""
         return frozenset(name for step in self.ranks for name in step.held_back)
 
 
@@ -114,12 +114,12 @@ class TraceAnalysis(Recording):
 
     @cached_property
     def recorded(self) -> Trace:
-        """The trace of every rank; one that holds no parameter has an empty step for each one of its group."""
+        """The trace of every rank; a rank without parameters has an empty step for each step of its group."""
         return with_empty_steps(self.whole_trace, self.replicas)
 
     @cached_property
     def trace(self) -> Trace:
-        """The trace with one rank for all that hold one model together."""
+        """The trace in which ranks that hold one model together, and see the same samples, are one rank."""
         whole = with_whole_models(self.recorded, self.cell.contract.holders(self.cell.topology))
         return as_replicas(whole, self.replicas, self._mask_shapes())
 
@@ -137,7 +137,7 @@ class TraceAnalysis(Recording):
             yield from trace.step_records
 
     def once(self, make: Callable[[TraceAnalysis], _Made]) -> _Made:
-        """Return what ``make`` makes of this trace; it is made once."""
+        """Return the result of ``make`` for this trace, which is computed only once."""
         if make not in self._made:
             self._made[make] = make(self)
         made: _Made = self._made[make]
@@ -145,12 +145,12 @@ class TraceAnalysis(Recording):
 
     @cached_property
     def steps(self) -> tuple[GlobalStep, ...]:
-        """The steps of all ranks side by side, as many as every rank has."""
+        """The steps of all judged ranks side by side, as many as every rank has."""
         return _side_by_side(self.trace)
 
     @cached_property
     def recorded_steps(self) -> tuple[GlobalStep, ...]:
-        """The same of each rank by itself, also where several hold one model together."""
+        """The same for every recorded rank, also if several ranks hold one model together."""
         return _side_by_side(self.recorded)
 
     @property
@@ -159,13 +159,13 @@ class TraceAnalysis(Recording):
         return any(len(ranks) > 1 for ranks in self.replicas)
 
     def recorded_together(self, index: int, rank: int) -> dict[int, Step]:
-        """Return what was recorded at a step on each of the ranks that are judged as ``rank``, by the rank."""
+        """Return the recorded step, by rank, of each of the ranks that are judged as ``rank``."""
         ranks = self.recorded_steps[index].ranks
         return {one: ranks[one] for one in self.replicas[rank] if one < len(ranks)}
 
     @cached_property
     def holders(self) -> tuple[dict[str, tuple[int, ...]], ...]:
-        """Which ranks hold each parameter, in the model's order; one entry for each rank that others are judged as."""
+        """Which ranks hold each parameter, in the model's order; one entry for each judged rank."""
         order = {name: number for number, name in enumerate(self.oracle.parameters)}
         found = []
         for rank in range(len(self.replicas)):
@@ -176,20 +176,20 @@ class TraceAnalysis(Recording):
         return tuple(found)
 
     def holder(self, rank: int, name: str | None) -> int:
-        """Return the rank whose record of a parameter is judged as that of ``rank``: the first that holds it.
+        """Return the first rank that holds a parameter: its record is the one judged as that of ``rank``.
 
-        Where each rank holds the whole model, that is the rank itself.
+        If each rank holds the whole model, that is the rank itself.
         """
         if not self.is_staged:
             return rank
         return self.holders[rank].get(name or "", self.replicas[rank])[0]
 
     def judged_as(self, rank: int) -> int:
-        """Return as which rank a recorded one is judged: the reverse of ``holder``."""
+        """Return the judged rank to which a recorded rank belongs: the reverse of ``holder``."""
         return next(place for place, ranks in enumerate(self.replicas) if rank in ranks) if self.is_staged else rank
 
     def buffer_holder(self, index: int, name: str | None) -> int | None:
-        """Return the first rank that recorded a buffer at a step, None where none did."""
+        """Return the first rank that recorded a buffer at a step; None if none did."""
         ranks = self.recorded_steps[index].ranks
         return next((rank for rank, step in enumerate(ranks) if name in step.buffers), None)
 
@@ -200,14 +200,14 @@ class TraceAnalysis(Recording):
 
     @cached_property
     def oracle(self) -> Oracle:
-        """Float64, one device; where there are master weights, it computes with them rounded."""
+        """The oracle in float64 on one device; with master weights, it computes with them rounded."""
         arithmetic = self.cell.arithmetic
         rounded_to = getattr(torch, arithmetic.storage) if arithmetic.masters else None
         return Oracle(self.workload, self.devices, rounded_to=rounded_to)
 
     @cached_property
     def cell_oracle(self) -> Oracle:
-        """The cell's own precision, one device."""
+        """The oracle in the cell's own precision on one device."""
         return Oracle(self.workload, self.devices, self.cell.arithmetic)
 
     @property
@@ -216,9 +216,9 @@ class TraceAnalysis(Recording):
         return self.workload.steps(self.devices)
 
     def standing_schedules(self, step: GlobalStep) -> frozenset[int]:
-        """Return the numbers of the optimizers whose schedules do not move on after a step that was taken.
+        """Return the numbers of the optimizers whose schedules do not advance after a step that was taken.
 
-        After one in which an optimizer was held back each of them may move or not: the rates of the next step tell.
+        If an optimizer was held back in the step, each schedule may advance or not: the rates of the next step tell.
         """
         place = self.steps_taken.index(step)
         if not step.held_back or place + 1 == len(self.steps_taken):
@@ -263,7 +263,7 @@ class TraceAnalysis(Recording):
 
     @cached_property
     def layouts(self) -> dict[int, Layout]:
-        """Who computed what at each step taken, by step index."""
+        """The layout of each step taken, by step index: which rank and device computed which samples."""
         return {step.index: self._layout(step) for step in self.steps_taken}
 
     def _layout(self, step: GlobalStep) -> Layout:
@@ -287,7 +287,7 @@ class TraceAnalysis(Recording):
         raw = mean_gradient(parts)
         contract = self.oracle.clipped(raw)
         gradients = {layout: contract}
-        # Both ways at every step, also where they are the same: a trainer keeps to one of them.
+        # Both ways at every step, even if they are the same: a trainer follows one of them throughout.
         ways = (self.one_device(layout), single_batch_layout(layout))
         for way in ways:
             if way not in gradients:
@@ -295,7 +295,7 @@ class TraceAnalysis(Recording):
         units, largest_units = {}, {}
         for name, clipped_value in contract.items():
             absolute = absolute_sum(_shares(parts, name))
-            # Clipping shortens the roundings of a gradient with it.
+            # Clipping scales the roundings of a gradient too.
             shortened = norm(clipped_value) / norm(raw[name]) if norm(raw[name]) else 1.0
             units[name] = norm(absolute) * self.epsilon / 2 * shortened
             if self.cell.arithmetic.autocast is not None:
@@ -332,12 +332,12 @@ class TraceAnalysis(Recording):
 
     @cached_property
     def noise(self) -> NoiseScale:
-        """Noise of the gradient: the contract in the cell's precision on one device, in several orders.
+        """Noise of the gradient: the contract in the cell's precision on one device, in several orders of summation.
 
-        Few samples have few orders, and each may happen to be rounded hardly at all: every second run is repeated at
-        weights that are less than a rounding away, and compared with float64 at the same ones. Float64 is compared with
-        itself: there the weights of each run are nudged on one side alone, and the sums in a layer differ as they do in
-        another order.
+        Few samples have few orders, each of which may hardly round at all. So every second run of a step, beginning
+        with the first, is repeated at weights less than a rounding away, and compared with float64 at the same weights.
+        Float64 is compared with itself: there only the weights of one side are nudged in each run, so the sums in a
+        layer differ as in another order.
         """
         noise = NoiseScale()
         generator = torch.Generator().manual_seed(self.workload.seed)
@@ -367,8 +367,8 @@ class TraceAnalysis(Recording):
     def diverged_at(self) -> int | None:
         """The first step at which one device's gradient, or the norm that clips it, is not finite either.
 
-        Both are computed at the subject's own weights. None where there is none. A loss that is scaled overflows by
-        the scale, and its steps are skipped.
+        Both are computed at the subject's own weights. None if there is none, or if the loss is scaled: then overflows
+        come from the scale, and their steps are skipped.
         """
         for step in self.steps_taken:
             if step.ranks[0].scale or not _is_finite(step.ranks[0].before):
@@ -379,15 +379,15 @@ class TraceAnalysis(Recording):
         return None
 
     def _overflows_its_norm(self, step: GlobalStep) -> bool:
-        """Say whether a gradient is clipped whose squared norm the cell's precision does not hold: zeros are left."""
+        """Say whether clipping leaves zeros, because the squared norm is out of range in the cell's precision."""
         longest = math.sqrt(torch.finfo(self.cell_oracle.dtype).max)
         return self.workload.clip_norm is not None and length(self.expected[step.index].raw) > longest
 
     def may_overflow(self, step: GlobalStep) -> bool:
         """Say whether a right trainer's gradient may overflow at a step, in the cell's precision and at its loss scale.
 
-        What it computes may be as many times one device's as the step has samples, if it divides after the backward,
-        and the order of summation may double a sum on its way.
+        If a trainer divides after the backward, its gradient can be one device's times the number of samples in the
+        step, and the order of summation can double an intermediate sum.
         """
         layout = self._layout(step)
         scale = (step.ranks[0].scale or 1.0) * 2 * len(draws(layout))
@@ -415,7 +415,7 @@ class TraceAnalysis(Recording):
         )
 
     def allowed(self, limit: float) -> float:
-        """Return the limit for a correct trainer in × noise: ``limit``, or 0 where the result must be exact."""
+        """Return the limit for a correct trainer in × noise: ``limit``, or 0 if the result must be exact."""
         return 0.0 if self.exact else limit
 
     @property

@@ -1,10 +1,10 @@
-"""What a right gradient is: how the check of gradients asks, whoever knows the answer.
+"""Compares received gradients with the right ones, for each source of right gradients.
 
 ``oracle``: the workload is known, so one device computes the gradient in float64 (``judge.checks.gradients``).
 ``replay``: a script's own calls, computed again on each rank (``check.judge.gradients``).
 ``joint forward``: the forward that all ranks of a script compute together (``check.judge.joint_truth``).
-A truth need not hold a gradient. A case says how far it is from a prediction; the scalar products of both with the same
-directions are enough for that.
+A truth need not store whole gradients. A case only reports how far it is from a prediction, and for that the scalar
+products of both with the same directions are enough.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Truth(ABC, Generic[Case]):
 
     @abstractmethod
     def compare(self) -> Finding:
-        """Return how all gradients compare with the right ones, without the cause of a failure if that takes a search.
+        """Compare all gradients with the right ones. A failure has no cause yet if a search must find it.
 
         It raises ``Vacuous`` if wrong gradients would have passed too.
         """
@@ -57,10 +57,10 @@ class Truth(ABC, Generic[Case]):
 
     @abstractmethod
     def evidence(self, wrong: Sequence[Case]) -> GradientEvidence[Case] | None:
-        """Return what mistakes are tried against, None where nothing can be predicted."""
+        """Return the evidence on which mistakes are tried; None if nothing can be predicted."""
 
     def conclude(self, finding: Finding, wrong: Sequence[Case]) -> Finding:
-        """Return a failure whose cause was searched for, changed by what else is known."""
+        """Return the failure after the search for its cause, completed with other evidence."""
         return finding
 
 
@@ -102,16 +102,16 @@ class GradientEvidence(Evidence, Generic[Case]):
         return f"{finding.message}: they are {description}; {hint}"
 
     def occasion(self, refuting: Sequence[Case]) -> str | None:
-        """Return in words what the wrong gradients, and none that refutes a hypothesis, have in common."""
+        """Return in words what all wrong gradients, but none that refutes a hypothesis, have in common."""
         return None
 
     def in_noise(self, misfit: float) -> float | None:
-        """Return a misfit in multiples of noise, None where it is known only in multiples of a bound."""
+        """Return a misfit in multiples of noise; None if it is known only in multiples of a bound."""
         return None
 
 
 def _misfit(hypothesis: Hypothesis[Any, Any], cases: Sequence[GradientCase], without: float = math.inf) -> float:
-    """Return the largest misfit over cases, each with its nearest prediction; ``without`` where there is none."""
+    """Return the largest misfit of a case with its nearest prediction; ``without`` for a case without predictions."""
     worst = 0.0
     for case in cases:
         misfits = (misfit for prediction in hypothesis.predict(case) for misfit in case.misfits(prediction))

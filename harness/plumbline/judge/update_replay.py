@@ -18,14 +18,14 @@ Intervention = Callable[[int, Oracle, Optimizers], None]
 """A change to a replay, made before the step with this index."""
 
 PARTS = (2, 3, 4)
-"""In how many parts an optimizer's matrix products are summed where updates are not right in one."""
+"""The numbers of parts in which an optimizer's matrix products are summed if updates are wrong without parts."""
 
 
 def update_errors(trace: RankTrace, analysis: TraceAnalysis, allowed: float) -> list[Deviation]:
-    """Return how far each parameter is, after each step taken, from what the optimizer makes of the gradients.
+    """Return the error of each parameter after each step taken, compared with a replay of the optimizer.
 
-    Where that is more than ``allowed``, noise includes what sums in parts make of an optimizer's matrix products: where
-    a matrix lies in shards, an optimizer that multiplies in 16 bits, as Muon does, rounds otherwise.
+    If an error is larger than ``allowed``, noise includes the effect of summing the optimizer's matrix products in
+    parts: with sharded matrices, an optimizer that multiplies in 16 bits, as Muon does, rounds differently.
     """
     errors = list(replay(trace, analysis))
     if largest(errors).x_noise <= allowed:
@@ -45,11 +45,11 @@ def replay(
     intervene: Intervention | None = None,
     noise_of_parts: Mapping[str, float] = MappingProxyType({}),
 ) -> Iterator[Deviation]:
-    """Yield how far each parameter is, after each step taken, from what the optimizer makes of the gradients.
+    """Yield the error of each parameter after each step taken, compared with the optimizer's step in float64.
 
-    Each step begins with the rank's own weights, so that only the optimizer's state is the replay's. Noise is the error
-    of the same replay in the precision of the weights that are stepped, at least one rounding; ``noise_of_parts``, so
-    many roundings, is added to it.
+    Each step begins with the rank's own weights, so that only the optimizer's state comes from the replay. Noise is the
+    error of the same replay in the precision of the weights that are stepped, and at least one rounding;
+    ``noise_of_parts``, a number of roundings, is added to it.
     """
     for step in replays(trace, analysis, (None, analysis.cell.arithmetic), (None, None), intervene):
         exact, replayed = step.weights
@@ -64,7 +64,7 @@ def replay(
 
 
 def _noise_of_parts(trace: RankTrace, analysis: TraceAnalysis) -> dict[str, float]:
-    """Return how many roundings sums in parts make of each parameter, at the step at which they make most."""
+    """Return the largest effect of sums in parts on each parameter over all steps, as a number of roundings."""
     roundings: dict[str, float] = {}
     precisions = (None, *[analysis.cell.arithmetic] * (1 + len(PARTS)))
     for step in replays(trace, analysis, precisions, (None, None, *PARTS)):
@@ -97,7 +97,7 @@ def replays(
     parts: Sequence[int | None],
     intervene: Intervention | None = None,
 ) -> Iterator[StepReplays]:
-    """Yield each step taken, replayed in each of these precisions, with matrix products in so many parts."""
+    """Yield each step taken, replayed in each of ``precisions``, with matrix products in that many of ``parts``."""
     oracles = [Oracle(analysis.workload, analysis.devices, precision) for precision in precisions]
     replays = [(oracle, oracle.optimizer(), count) for oracle, count in zip(oracles, parts, strict=True)]
     for index, step in enumerate(trace.steps):
@@ -121,13 +121,13 @@ def weights_after(
     learning_rates: tuple[float, ...],
     parts: int | None = None,
 ) -> Tensors:
-    """Return what one optimizer step makes of weights and gradients, at the subject's learning rates.
+    """Return the weights after one optimizer step from weights and gradients, at the subject's learning rates.
 
     The optimizer's matrix products are summed in ``parts``, if given.
     """
     oracle.load(before)
     oracle.set_gradients(gradients)
-    # Whether these rates are right is another check's question; they are ignored where the groups do not correspond.
+    # Another check judges these rates; they are ignored if their number is not that of the groups.
     if len(learning_rates) == len(optimizer.param_groups):
         for group, rate in zip(optimizer.param_groups, learning_rates, strict=True):
             group["lr"] = rate

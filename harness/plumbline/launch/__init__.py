@@ -1,4 +1,4 @@
-"""Starts ranks, watches them and collects what they leave: warm pools of processes, on one machine or many.
+"""Starts ranks in warm pools of processes, on one machine or many, watches them, and collects their traces.
 
-``launchers`` has one file per way to start ranks, ``remote`` what is needed to reach other nodes. Nothing here judges.
+``launchers`` has one file per way to start ranks; ``remote`` reaches other nodes. Nothing here judges.
 """

@@ -31,7 +31,10 @@ from plumbline.worker.assignment import Assignment
 
 @dataclass(frozen=True)
 class CheckpointRequest:
-    """A launch that saves to ``folder`` after ``stop_after_step`` steps and stops or, with None, resumes from there."""
+    """A launch that saves a checkpoint to ``folder`` and stops after ``stop_after_step`` steps.
+
+    If ``stop_after_step`` is None, the launch resumes from the checkpoint in ``folder`` instead.
+    """
 
     folder: Path
     stop_after_step: int | None
@@ -39,9 +42,9 @@ class CheckpointRequest:
 
 @dataclass(frozen=True)
 class CellLaunch:
-    """A cell that is being trained, by one process for each of ``assignments``.
+    """A cell in training. Each of ``assignments`` has one process.
 
-    ``store`` is the ranks' rendezvous store, which must outlive them; None if the subject starts its ranks.
+    ``store`` is the ranks' rendezvous store, which must outlive them; None if the subject starts its ranks itself.
     """
 
     pool: Pool
@@ -70,7 +73,7 @@ class CellLaunch:
             take_so_far(self.folder, ends)
             for assignment, end in zip(self.assignments, ends, strict=True):
                 file = Path(assignment.evidence)
-                # A rank that was late may have trained to the end after all.
+                # A rank that was killed at the time limit may have trained to the end.
                 hangs = not end.evidence and end.code is None and end.limit_reached and file.exists()
                 if end.evidence or hangs:
                     ranks.append(read_rank(file))
@@ -94,7 +97,7 @@ class CellLaunch:
         )
 
     def again(self, cell: Cell, part: str, checkpoint: CheckpointRequest) -> Trace:
-        """Train ``cell`` on the same pool, to a checkpoint or from it; the evidence goes into the folder ``part``."""
+        """Train ``cell`` on the same pool, up to a checkpoint or from one; write evidence to the folder ``part``."""
         return start(self.pool, cell, self.folder / part, self.settings, checkpoint).wait_for_trace()
 
 
@@ -107,10 +110,10 @@ def start(
     barrier_socket: Path | None = None,
     profile: Path | None = None,
 ) -> CellLaunch:
-    """Begin to train ``cell``; ``folder`` will have a file of evidence for each rank.
+    """Begin to train ``cell``. Each rank writes one file of evidence to ``folder``.
 
     With a ``barrier_socket``, ranks are timed instead of recorded, and wait at that socket between rounds. With
-    ``profile``, they also write the results of torch's profiler to that folder.
+    ``profile``, ranks also write the results of torch's profiler to that folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
     whole_nodes = any(declared["launch"] == "node" for declared in _declared(pool, cell))
@@ -162,7 +165,7 @@ def with_interruption(trace: Trace, launched: CellLaunch, cell: Cell, after: int
     """
     if not trace.is_whole:
         return trace
-    # Every node can write to the folder of the evidence.
+    # The checkpoint lies in the folder of the evidence, because every node can write there.
     folder = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=launched.folder))
     try:
         saved = launched.again(cell.resized if elastic else cell, SAVED, CheckpointRequest(folder, after))

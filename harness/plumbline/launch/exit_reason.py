@@ -1,4 +1,4 @@
-"""Explains how ranks ended that died or hung: exit code or signal, stack, last output, and what evidence is kept."""
+"""Explains how ranks died or hung (exit code or signal, stack, last output), and decides which evidence is kept."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _HINTS = {
 
 
 def explain(end: LaunchedRankEnd, assignment: Assignment, time_limit: float, *, hung: bool = False) -> Exit:
-    """Return how a rank ended that has no evidence, or that ``hung`` after writing it."""
+    """Return how a rank ended that wrote no evidence, or that wrote its evidence and then ``hung``."""
     calls = calls_of(_tail(Path(stack_beside(assignment.log)), 1 << 16))
     late = end.code is None
     if end.unwritten is not None:
@@ -77,7 +77,7 @@ def _tail(file: Path, length: int) -> str:
 
 
 def take_so_far(folder: Path, ends: Sequence[LaunchedRankEnd]) -> set[int]:
-    """Keep the incomplete evidence of ranks that were killed at the time limit; remove that of other ranks.
+    """Keep the incomplete evidence of ranks that were killed at the time limit; remove other incomplete evidence.
 
     Returns:
         The ranks that have only incomplete evidence.
@@ -105,7 +105,7 @@ def without_unfinished(trace: Trace, due: int) -> Trace:
     unfinished = {rank.rank for rank in trace.ranks if rank.rank in trace.hung and len(rank.steps) < due}
     if not unfinished and not trace.exits:
         return trace
-    # If a rank is missing, nothing is judged, and all ranks that hung are reported in the same way.
+    # If a rank is missing, nothing is judged, so every rank that hung is reported as an exit.
     return replace(
         trace,
         ranks=tuple(rank for rank in trace.ranks if rank.rank not in trace.hung),

@@ -1,4 +1,4 @@
-"""The events of fork servers, and the progress of a launch: which ranks have ended, and when to signal the others.
+"""Parses the events of fork servers and follows a launch: which ranks have ended, and when to signal the others.
 
 ``Pool.finish`` reads the events and sends the signals.
 """
@@ -26,12 +26,12 @@ _SAME_NAMES = ("pid", "steps", "failed", "idle", "out_of_memory", "unwritten", "
 
 @dataclass(frozen=True)
 class ChildEnd:
-    """How a process ended that the first process of a node had started, directly or not.
+    """How a child ended: a process that a node's first process started, directly or indirectly.
 
-    ``rank`` is the rank that it (most probably) was, None if unknown. ``evidence`` is the rank whose evidence it wrote;
-    ``failed`` says that this contains an error. ``idle``: it was not a rank. ``late``: it was ended together with the
-    launch, or with the first process of its node. ``unwritten`` says why its evidence could not be written. ``code`` is
-    None if the exit code is unknown. ``orphaned``: the first process of its node had exited before it.
+    ``rank`` is the child's (most probable) rank, None if unknown. ``evidence`` is the rank whose evidence the child
+    wrote, and ``failed`` whether this evidence contains an error. ``idle``: the child was not a rank. ``late``: it was
+    ended together with the launch, or with the first process of its node. ``unwritten`` says why its evidence could not
+    be written. ``code`` is the exit code, None if unknown. ``orphaned``: the first process of its node exited earlier.
     """
 
     pid: int
@@ -53,16 +53,19 @@ class ChildEnd:
 
     @property
     def died(self) -> bool:
-        """Whether it ended without evidence, and not by SIGTERM or SIGABRT, with which ranks end after another one."""
+        """Whether the child ended without evidence, and by itself.
+
+        Ranks that end by SIGTERM or SIGABRT usually end because of another rank. An unknown exit code does not count.
+        """
         return self.evidence is None and self.code not in (None, -signal.SIGTERM, -signal.SIGABRT)
 
 
 def first_to_fail(children: Iterable[ChildEnd], cut_off: Collection[int] = ()) -> ChildEnd | None:
-    """Return the child that failed first. The others end because of it.
+    """Return the child that failed first, which made the others end.
 
-    ``cut_off`` has the ranks that raised because they lost the connection to another one. The time alone does not
-    decide, because a busy machine may report the ends in another order. A rank that died breaks the connections of
-    others, which then raise; and when one has raised, others are terminated.
+    ``cut_off`` has the ranks that raised because they lost the connection to another rank. Time decides last, because
+    a busy machine can report the ends in a different order: a rank that dies breaks the connections of other ranks,
+    which then raise, and once a rank has raised, the others are terminated.
     """
     bad = (one for one in children if one.is_bad)
     return min(
@@ -71,7 +74,7 @@ def first_to_fail(children: Iterable[ChildEnd], cut_off: Collection[int] = ()) -
 
 
 class Children:
-    """Collects the events about a launch's children, ``per_node`` on each node. The first rank identifies a node."""
+    """Collects the events about a launch's children, ``per_node`` on each node. A node is named by its first rank."""
 
     def __init__(self, per_node: int) -> None:
         self._per_node = per_node
@@ -97,7 +100,7 @@ class Children:
             self._codes[event["pid"]] = event["code"]
 
     def has_finished(self, waiting: Collection[int]) -> bool:
-        """Return whether the nodes in ``waiting`` only have to end: a rank has failed, or all have written evidence."""
+        """Return whether the nodes in ``waiting`` should end now: a rank has failed, or all have written evidence."""
         if not self._per_node:
             return False
         return self._bad or all(len(self._evidence.get(first, ())) >= self._per_node for first in waiting)
@@ -111,7 +114,7 @@ class Children:
 
 
 EXIT_GRACE_S = 3.0
-"""Time for ranks to notice that another rank is gone, to end after their evidence is there and, at the time limit, to
+"""Time for ranks to end after another rank is gone or after they have written their evidence and, at the time limit, to
 write the evidence that they have so far."""
 
 STACK_DUMP_TIME_S = 0.5
@@ -126,9 +129,9 @@ class LaunchedRankEnd:
     """How one rank ended. ``code`` is negative for a signal, and None if the rank was late and had to be killed.
 
     ``unwritten`` says why its evidence could not be written, ``silent`` why its node stopped answering. ``steps`` is
-    the number of completed steps, if known. ``limit_reached``: it was killed at the time limit, rather than because
-    other ranks were gone. ``stopped``: a signal had stopped it. ``children`` are the processes that the subject
-    started, in the order of their ends; ``raised`` says that the subject's call raised.
+    the number of completed steps, if known. ``limit_reached``: the rank was killed at the time limit, rather than
+    because other ranks were gone. ``stopped``: a signal had stopped (paused) it. ``children`` are the processes that
+    the subject started, in the order in which they ended; ``raised`` says that the subject's call raised.
     """
 
     rank: int
@@ -149,7 +152,7 @@ class LaunchedRankEnd:
 class RunningLaunch:
     """A launch that has begun. Times are in seconds, on the monotonic clock.
 
-    If the subject starts its ranks, ``ranks_per_process`` is how many each of ``ranks`` starts, else 0.
+    If the subject starts its ranks itself, ``ranks_per_process`` is how many each of ``ranks`` starts; otherwise 0.
     """
 
     number: int
@@ -289,7 +292,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "port": {"port": int},
     "workloads": {"contents": dict, "message": str},
 }
-"""The fields of each event, besides ``at``: its time in seconds, on the monotonic clock."""
+"""The fields of each event, without ``at``: its time in seconds, on the monotonic clock."""
 
 
 class NoEventError(ValueError):

@@ -1,6 +1,6 @@
-"""Launches of subjects that start their ranks themselves: the traces of those ranks, or how they ended.
+"""Collects the traces of ranks that a subject starts itself, or how these ranks ended.
 
-The fork server starts only the first process of a node. The processes below it connect to the server, and write their
+The fork server starts only the first process of each node. Its descendants connect to the server, and write their
 evidence to files.
 """
 
@@ -22,16 +22,17 @@ from plumbline.worker.assignment import Assignment, stack_beside
 def gather(
     started: Sequence[Assignment], ends: Sequence[LaunchedRankEnd], time_limit: float
 ) -> tuple[list[RankTrace], dict[int, Exit], dict[int, Exit]]:
-    """Return the traces of all ranks, how ranks without evidence ended, and how ranks hung after their evidence.
+    """Return the traces of all ranks, how ranks without evidence ended, and how ranks hung after writing evidence.
 
-    ``started`` are the first ranks of the nodes, and ``ends`` how their processes ended. An error of the subject's call
-    that no rank raised becomes the first rank's. The folder then looks as after a launch of ranks by Plumbline.
+    ``started`` are the first ranks of the nodes, and ``ends`` how their processes ended. If the subject's call raised
+    an error that no rank raised, the error is assigned to the node's first rank. Afterwards, the folder looks as if
+    Plumbline had started the ranks.
     """
     folder = Path(started[0].evidence).parent
     _sort_stacks(started, ends)
     late = take_so_far(folder, ends)
     for unfinished in folder.glob("rank-*.safetensors.*"):
-        unfinished.unlink()  # its process was ended while it wrote
+        unfinished.unlink()  # the process was ended while it wrote this file
     found = {rank.rank: rank for rank in map(read_rank, folder.glob("rank-*.safetensors"))}
     exits: dict[int, Exit] = {}
     cut_off = {rank.rank for rank in found.values() if rank.has_lost_connection}
@@ -39,7 +40,7 @@ def gather(
     for node, end in zip(started, ends, strict=True):
         first = _take_first_process(node, end)
         if end.silent or (first is None and not end.evidence and end.code is not None and origin is None):
-            # It died while its ranks trained, so their evidence is incomplete.
+            # The node's first process died while its ranks trained, so their evidence is incomplete.
             exits[node.rank] = explain(end, node, time_limit)
             found.pop(node.rank, None)
         elif first is not None and _is_first_rank(first, node, end, found):
@@ -79,9 +80,9 @@ def _hung(
 
 
 def _take_first_process(node: Assignment, end: LaunchedRankEnd) -> RankTrace | None:
-    """Read and remove the file of a node's first process, which it writes if it is not a rank; None without one.
+    """Read and remove the file that a node's first process writes if it is not a rank; return None if there is none.
 
-    An error that it raised because the launch was being ended does not count.
+    The error in the file is dropped if it was raised only because the launch was being ended.
     """
     file = Path(node.returned)
     if not file.is_file():

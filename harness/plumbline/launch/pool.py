@@ -1,4 +1,4 @@
-"""A warm pool: the fork server of a subject, from which each launch gets fresh ranks within milliseconds."""
+"""A warm pool: a subject's fork server, which starts fresh ranks for each launch within milliseconds."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ SERVER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONUNBUFFERED": "1",
     **this_machine.QUICK_RESOLVER,
-    # CUDA does not survive a fork. With this variable, torch.cuda.is_available() does not start it, so libraries may
-    # call that function when they are imported.
+    # CUDA does not survive a fork. With this variable, torch.cuda.is_available() does not initialise CUDA, so libraries
+    # can call it when they are imported.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
 
 WORKER = Path(plumbline.__file__).parent / "worker" / "__main__.py"
-"""The program of a fork server. It is run by its path: the subject's environment may not have Plumbline."""
+"""The program of a fork server. It is run by its path, because the subject's environment may not have Plumbline."""
 
 
 class ServerNotStartedError(Exception):
@@ -79,7 +79,7 @@ class Pool:
 
     @property
     def subjects(self) -> list[dict[str, Any]]:
-        """The declarations of the subjects behind the locator; waits for the server to be warm."""
+        """The declarations of the subjects that the locator names. Waits until the server is warm."""
         if self._subjects is None:
             try:
                 event = self._first_event()
@@ -119,7 +119,7 @@ class Pool:
 
     def wait_until_idle(self) -> None:
         """Wait until the server has nothing left to do, so that it does not disturb measurements."""
-        self._free_port()  # it answers commands in their order
+        self._free_port()  # the server answers commands in order
 
     def _free_port(self) -> int:
         assert self.subjects
@@ -139,7 +139,7 @@ class Pool:
         return self._process.pid
 
     def variables(self, cell: Cell, rank: int, oversubscribe: bool) -> dict[str, str]:
-        """Return launcher-specific environment variables of a rank, besides torchrun's."""
+        """Return launcher-specific environment variables of a rank, in addition to torchrun's."""
         local = this_machine.local_variables(this_machine.loopback())
         return local | this_machine.own_devices(cell, rank, oversubscribe)
 
@@ -152,7 +152,7 @@ class Pool:
         return self._launches
 
     def begin(self, subject: str, assignments: Sequence[Assignment], time_limit: float) -> RunningLaunch:
-        """Begin a launch in the background. A pool has one launch at a time.
+        """Begin a launch in the background. A pool runs one launch at a time.
 
         Raises:
             LaunchError: The server is gone.
@@ -168,7 +168,7 @@ class Pool:
     def finish(self, running: RunningLaunch) -> list[LaunchedRankEnd]:
         """Wait for the end of a launch, and return how each rank ended.
 
-        At the deadline, ranks are asked for their stacks and for what they have recorded so far, and then killed.
+        At the deadline, ranks are asked for their stacks and for the evidence that they have so far, and then killed.
 
         Raises:
             LaunchError: The server is gone.
@@ -183,14 +183,14 @@ class Pool:
         return progress.ends
 
     def kill_ranks(self) -> None:
-        """Kill the ranks of the launch in progress; ``finish``, in another thread, then returns."""
+        """Kill the ranks of the launch in progress. ``finish`` then returns in the thread that called it."""
         self._send({"command": "signal", "launch": self._launches, "signal": int(signal.SIGKILL)})
 
     def close(self) -> None:
         assert self._process.stdin is not None
         try:
             self._process.stdin.close()
-            self._process.wait(timeout=KILL_TIMEOUT_S + EXIT_GRACE_S)  # it ends its descendants first
+            self._process.wait(timeout=KILL_TIMEOUT_S + EXIT_GRACE_S)  # the server ends its descendants first
         except (subprocess.TimeoutExpired, BrokenPipeError):
             self._process.kill()
             self._process.wait()
@@ -214,7 +214,7 @@ class Pool:
             raise self._lost("has ended") from error
 
     def _next(self, deadline: float) -> dict[str, Any] | None:
-        """Return the next event, None at the deadline."""
+        """Return the next event, or None at the deadline."""
         while not self._queue:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._events, selectors.EVENT_READ)

@@ -7,11 +7,11 @@ from pathlib import Path
 from plumbline.worker.processes import end_each
 
 TAG = "PLUMBLINE_POOL"
-"""The variable. Every process of a pool has the pool's value, unless it cleared its environment."""
+"""The variable. Every process of a pool has the pool's value, except processes that clear their environment."""
 
 
 def end_tagged(value: str, variable: str = TAG) -> None:
-    """Kill every process of this user with this value of the variable. Finds processes on Linux only."""
+    """Kill every process of this user whose variable has this value. Works on Linux only."""
     tag = f"{variable}={value}".encode()
     end_each(lambda: _tagged(tag))
 

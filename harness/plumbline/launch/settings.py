@@ -11,8 +11,9 @@ from plumbline.evidence.trace import STORE_ABOVE
 class Settings:
     """The settings of every launch.
 
-    ``time_limit`` is in seconds per launch. With ``oversubscribe``, ranks share devices; on CUDA over gloo. Weights and
-    gradients with more than ``store_above`` entries are written once for all ranks that have equal ones.
+    ``time_limit`` is in seconds per launch. With ``oversubscribe``, ranks share devices; on CUDA, they then communicate
+    over gloo. Weights and gradients with more than ``store_above`` entries are written once for all ranks that have
+    equal values.
     """
 
     time_limit: float = 120.0

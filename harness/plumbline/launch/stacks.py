@@ -1,4 +1,4 @@
-"""Reads the Python stacks of a rank, in faulthandler's format: each thread's calls, the innermost first."""
+"""Reads the Python stacks of a rank in faulthandler's format, which lists each thread's calls, innermost first."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 _CALL = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$')
 _THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+")
 CALLERS = (("worker/rank.py", "call_subject"), ("ranks/rank_main.py", "call"))
-"""The functions that call the user's code, each with the end of its file's name."""
+"""The functions that call the user's code, each as the end of its file's path and its name."""
 
 _COLLECTIVES = "torch/distributed/distributed_c10d.py"
 _WRAPPER = "torch/nn/parallel/distributed.py"
@@ -24,12 +24,12 @@ class PendingCall:
     name: str
 
     def __str__(self) -> str:
-        # Two parts of the path identify a file, and do not show the user's home folder.
+        # The last two parts of the path identify a file without showing the user's home folder.
         return f"{'/'.join(self.file.split('/')[-2:])}:{self.line} in {self.name}"
 
 
 def calls_of(text: str) -> tuple[PendingCall, ...]:
-    """Return the calls of the thread that trains, the innermost first, without those of Plumbline."""
+    """Return the calls of the training thread, innermost first, without Plumbline's own calls."""
     threads: list[list[PendingCall]] = []
     current: list[PendingCall] = []
     for line in text.splitlines():
@@ -49,7 +49,7 @@ def calls_of(text: str) -> tuple[PendingCall, ...]:
 def collective_of(calls: tuple[PendingCall, ...]) -> str | None:
     """Return the collective in which a rank waits, if any: the outermost function of torch.distributed.
 
-    DistributedDataParallel's collectives are in C++; the stack shows only the Python call that leads to them.
+    DistributedDataParallel runs its collectives in C++, so the stack shows only the Python call that leads to them.
     """
     for call in reversed(calls):
         if call.file.endswith(_COLLECTIVES):

@@ -1,4 +1,4 @@
-"""Waits for a starting server as long as it makes progress, and shows the user the reason for a wait."""
+"""Waits for a starting server as long as it makes progress, and tells the user what it waits for."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def cpu_seconds(pids: Iterable[int]) -> float:
             process = psutil.Process(pid)
             for one in (process, *process.children(recursive=True)):
                 with suppress(psutil.Error):
-                    total += sum(one.cpu_times()[:4])  # of itself, and of the children that it has waited for
+                    total += sum(one.cpu_times()[:4])  # its own time, and the time of children it has waited for
     return total
 
 
 class StartWait:
     """Times one start, from now on.
 
-    The limit counts from the last progress, so a slow or busy machine has the time it needs. Progress is each reported
-    event, and any CPU time that the server uses, as ``cpu_seconds`` returns it. A server that has used
-    ``START_TIMEOUT_S`` of CPU time makes no progress any more.
+    The limit counts from the last progress, so a slow or busy machine gets the time it needs. Each reported event is
+    progress, and so is CPU time that the server uses, as returned by ``cpu_seconds``. Once a server has used
+    ``START_TIMEOUT_S`` of CPU time, further CPU time is no progress.
     """
 
     def __init__(self, cpu_seconds: Callable[[], float], notify: Notify = ignore) -> None:

@@ -39,7 +39,7 @@ def loopback() -> str:
     for address, family in _LOOPBACKS:
         try:
             with socket.create_server((address, 0), family=family) as server:
-                # It is possible to listen on an interface that is down.
+                # Listening succeeds even on an interface that is down, so connect as well.
                 socket.create_connection(server.getsockname()[:2], timeout=1).close()
         except OSError:
             continue
@@ -50,7 +50,7 @@ def loopback() -> str:
 
 
 def listen(address: str) -> socket.socket:
-    """Return a socket that listens at ``address`` alone, at a port that no other process can take from now on.
+    """Return a socket that listens at ``address`` alone, and so reserves its port.
 
     It is an IPv4 socket if possible: only a DNS server resolves the names of a dual-stack socket's addresses.
     """
@@ -62,16 +62,16 @@ def listen(address: str) -> socket.socket:
 
 
 def store_on(listener: socket.socket, address: str) -> TCPStore:
-    """Return a rendezvous store on a socket. Ranks join it as they would join that of torchrun's agent."""
+    """Return a rendezvous store on a socket. Ranks join it as they would join the store of torchrun's agent."""
     port = listener.getsockname()[1]
     options: dict[str, Any] = {
         "is_master": True,
         "wait_for_workers": False,
-        "master_listen_fd": os.dup(listener.fileno()),  # the store closes it, if it begins
+        "master_listen_fd": os.dup(listener.fileno()),  # the store closes it, once started
     }
     try:
         return TCPStore(address, port, **options)
-    except NotImplementedError:  # in torch 2.4 and 2.6 the default server takes no socket that listens already
+    except NotImplementedError:  # in torch 2.4 and 2.6, the default server does not accept a listening socket
         return TCPStore(address, port, use_libuv=False, **options)
 
 
@@ -105,7 +105,7 @@ def local_variables(address: str) -> dict[str, str]:
 
 
 def own_devices(cell: Cell, rank: int, oversubscribe: bool) -> dict[str, str]:
-    """Return the variables with which each node sees its own devices only, as on a separate machine.
+    """Return the variables that let each node see only its own devices, as on a separate machine.
 
     A single node needs them too, because some trainers use all visible devices (``DataParallel(model)``, for example).
     """
@@ -116,7 +116,7 @@ def own_devices(cell: Cell, rank: int, oversubscribe: bool) -> dict[str, str]:
 
 
 def devices_of(cell: Cell, oversubscribe: bool) -> tuple[str, ...]:
-    """Return the devices that a launch of ``cell`` uses; none if they are simulated.
+    """Return the names of the devices that a launch of ``cell`` uses; none if they are simulated.
 
     A device has the same name in every process, whichever devices the process sees.
     """

@@ -1,9 +1,9 @@
-"""Gives up a subject whose cells reach the time limit repeatedly. Its other cells would take hours."""
+"""Gives up a subject whose cells reach the time limit repeatedly, because its other cells could take hours."""
 
 from __future__ import annotations
 
 MOST_IN_A_ROW = 3
-"""Consecutive cells of a subject that may reach the time limit. A cell that ends in time resets the count."""
+"""Consecutive cells at the time limit after which a subject is given up. A cell that ends in time resets the count."""
 
 
 class Timeouts:

@@ -1,4 +1,4 @@
-"""The energy that this machine's GPUs have used, from their driver's counters (NVML): Volta and newer have them."""
+"""Reads the energy that this machine's GPUs have used from the driver's counters (NVML, on Volta and newer)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,15 @@ Counters = dict[str, float]  # joules by the UUID of the GPU
 
 
 class NoEnergyError(Exception):
-    """No device of this machine counts its energy; the message says why."""
+    """Energy cannot be read on this machine; the message says why."""
 
 
 class EnergyMeter:
-    """The energy counters of all GPUs, or ``NoEnergyError``. ``load`` opens the driver's library by its name."""
+    """The energy counters of all GPUs. ``load`` opens the driver's library by name.
+
+    Raises:
+        NoEnergyError: The library cannot be opened, or fails.
+    """
 
     def __init__(self, load: Callable[[str], Any] = ctypes.CDLL) -> None:
         try:
@@ -36,7 +40,7 @@ class EnergyMeter:
         self._devices = dict(map(self._device, range(count.value)))
 
     def read(self) -> Counters:
-        """Return what each GPU has used since its driver was loaded, without GPUs that have no counter."""
+        """Return the joules that each GPU has used since its driver was loaded, without GPUs that have no counter."""
         found = {}
         for uuid, handle in self._devices.items():
             millijoules = ctypes.c_ulonglong()

@@ -1,4 +1,4 @@
-"""The fingerprint of a run: its machine and software, without names of hosts and users, and without paths."""
+"""The fingerprint of a run: its machine and software, without paths or the names of hosts and users."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _PUBLIC_VALUE = re.compile(r"[\w.,:=+\[\]-]{1,100}", re.ASCII)
 
 
 class ComparabilityKey(BaseModel):
-    """What must be equal for two runs' speed and memory to be comparable. None: there is none, or it is unknown.
+    """The values that must be equal for two runs' speed and memory to be comparable. None: absent or unknown.
 
-    ``device`` is the model of the device, or of the CPU where they are simulated; ``device_count`` is how many of them
-    torch sees on this node, ``nodes`` how many machines take part, ``cpu_cores`` how many cores this process may use,
-    ``torch`` the minor version (``2.13``).
-    ``cuda``, ``nccl`` and ``driver`` are those of NVIDIA's GPUs.
+    ``device`` is the model of the devices, or of the CPU if devices are simulated. ``device_count`` is the number of
+    devices that torch sees on this node, ``nodes`` the number of machines, ``cpu_cores`` the number of cores that this
+    process may use, and ``torch`` the minor version (``2.13``).
+    ``cuda``, ``nccl`` and ``driver`` are versions for NVIDIA GPUs.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -57,10 +57,10 @@ class ComparabilityKey(BaseModel):
 
 
 class Fingerprint(BaseModel):
-    """The comparability key, and what helps to explain a difference.
+    """The comparability key, and values that help to explain a difference between runs.
 
-    ``commit`` is plumbline's own, with ``-dirty`` where its code had changes; None outside a checkout.
-    ``compute_capability`` is the lowest of the GPUs. ``clocks_and_load`` has figures from the start of the run, by name
+    ``commit`` is Plumbline's commit, with ``-dirty`` if its code had changes; None outside a checkout.
+    ``compute_capability`` is the lowest of all GPUs. ``clocks_and_load`` has figures from the start of the run, by name
     and unit; ``packages`` has the versions of all installed distributions.
     """
 
@@ -80,7 +80,7 @@ class Fingerprint(BaseModel):
 
 
 def take_fingerprint(accelerator: str) -> Fingerprint:
-    """Return the fingerprint of this machine. No device is initialised: it would not survive the fork of ranks."""
+    """Return the fingerprint of this machine. Initialises no device, because that would not survive forking ranks."""
     cpu = cpu_model()
     software = torch_versions()
     key = ComparabilityKey(
@@ -113,7 +113,7 @@ def take_fingerprint(accelerator: str) -> Fingerprint:
 
 
 def device_name(accelerator: str) -> str | None:
-    """Return the model of the devices, or of the CPU where they are simulated."""
+    """Return the model of the devices, or of the CPU if devices are simulated."""
     if accelerator == "cpu":
         return cpu_model()
     if accelerator == "cuda":

@@ -1,4 +1,4 @@
-"""The CPU, memory and GPUs of this machine, with clocks and load; no device is initialised."""
+"""Reads the CPU, memory and GPUs of this machine, and their clocks and load. Initialises no device."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def cpu_governor() -> str | None:
 
 
 def usable_cores() -> int | None:
-    """Return how many cores this process may use, by its affinity and the container's quota."""
+    """Return how many cores this process may use, according to its affinity and the container's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     try:
         quota, period = (_text("/sys/fs/cgroup/cpu.max") or "").split()
@@ -58,7 +58,7 @@ def cgroup_number(name: str) -> int | None:
 
 
 def clocks_and_load() -> dict[str, float]:
-    """Return clocks and load, which can change a measurement, by name and unit."""
+    """Return clocks and load by name and unit. They can change a measurement."""
     found: dict[str, float] = {}
     with suppress(OSError, NotImplementedError):  # virtual machines may not report it
         if clock := psutil.cpu_freq():
@@ -73,7 +73,7 @@ def clocks_and_load() -> dict[str, float]:
 
 
 def gpu_rows(*names: str) -> list[list[str]]:
-    """Return these properties of each GPU, by nvidia-smi's names."""
+    """Return the properties ``names`` (in nvidia-smi's terms) of each GPU."""
     output = command_output("nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits")
     rows = [[value.strip() for value in line.rsplit(",", len(names) - 1)] for line in (output or "").splitlines()]
     return rows if all(len(row) == len(names) for row in rows) else []
@@ -96,14 +96,14 @@ print((time.monotonic() - began) / (time.process_time() - used))
 
 
 def slowdown(processes: int) -> float:
-    """Return the wall time of a computation over its CPU time, in the slowest of several ``processes``."""
+    """Return the ratio of wall time to CPU time of a computation, in the slowest of ``processes`` processes."""
     command = [sys.executable, "-I", "-S", "-c", _PROBE]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(processes)]
     return max(float(process.communicate()[0] or 1) for process in running)
 
 
 def cpu_seconds_of_others() -> float:
-    """Return the CPU time, in seconds, of this process's other threads and of its descendants that still run."""
+    """Return the CPU time, in seconds, of this process's other threads and of its running descendants."""
     process, calling = psutil.Process(), threading.get_native_id()
     seconds = sum(one.user_time + one.system_time for one in process.threads() if one.id != calling)
     for child in process.children(recursive=True):

@@ -3,11 +3,11 @@
 The locks are ``flock`` locks on files in the temporary directory, so they hold between processes (xdist workers, two
 runs at once) and the kernel drops them when their holder dies.
 
-A process takes the door lock before the machine lock, and one that wants the machine exclusively keeps the door while
-it waits: otherwise new shared leases could starve it.
+A process takes the door lock before the machine lock. A process that wants the machine exclusively keeps the door lock
+while it waits: otherwise new shared leases could starve it.
 
-A shared lease has its devices exclusively: two trainings on one device may need more memory than it has. Every
-process takes devices in the order of their names, so no deadlock can arise.
+By default, a shared lease locks its devices exclusively, because two trainings can need more memory than one device
+has. Every process takes devices in the order of their names, so no deadlock can arise.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def shared_lease(
     share_devices: bool = False,
     notify: Callable[[str], None] = lambda message: None,
 ) -> Lease:
-    """Share the machine and lock ``devices`` of it, once no other process has or wants the machine exclusively.
+    """Share the machine and lock ``devices`` once no other process has or wants the machine exclusively.
 
-    With ``share_devices``, other leases with that option may have the same devices. ``notify`` receives a message
-    before this waits for a device.
+    With ``share_devices``, other leases with that option can have the same devices. ``notify`` receives a message
+    before this function waits for a device.
     """
     return _share(devices, fcntl.LOCK_SH if share_devices else fcntl.LOCK_EX, 0, notify)
 
@@ -94,7 +94,7 @@ def _share(
 
 
 def exclusive_lease() -> Lease:
-    """Lock the machine once no other process uses it. A process that holds a shared lease would deadlock here."""
+    """Lock the machine once no other process uses it. A process that holds a shared lease would wait forever."""
     with Lease(_lock(_DOOR, fcntl.LOCK_EX)):
         return Lease(_lock(_MACHINE, fcntl.LOCK_EX))
 

@@ -1,8 +1,8 @@
 """Peak floating-point operations per second from the makers' data sheets, for dense matrices.
 
-The figures are for 16-bit products with 32-bit sums on tensor cores. Precision 32 has none: torch computes matrix
-products in float32 and convolutions in TF32, whose peaks differ eightfold. A CPU has none because its clock is unknown.
-Mixtures of 8 and 16 bits have no single peak.
+The figures are for 16-bit products with 32-bit sums on tensor cores. Precision 32 has no single peak: torch computes
+matrix products in float32 and convolutions in TF32, whose peaks differ eightfold. Mixtures of 8 and 16 bits have none
+either. A CPU has no stated peak because its clock is unknown.
 
 The figures were looked up on 2026-11-23 in copies and quotations of the documents that they name.
 """
@@ -16,7 +16,7 @@ from typing import Final
 
 @dataclass(frozen=True)
 class Peak:
-    """Operations per second of one device, and the document that says so."""
+    """Operations per second of one device, and the document that states them."""
 
     flops: float
     source: str

@@ -15,7 +15,7 @@ _TIMEOUT_S = 10.0
 
 def command_output(*command: str) -> str | None:
     """Return the output of ``command``, or None if it does not exist, fails, or takes too long."""
-    # A git hook sets GIT_DIR and GIT_INDEX_FILE, which would make git answer about another repository.
+    # In a git hook, GIT_DIR and GIT_INDEX_FILE are set, which would make git answer about a different repository.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
         done = subprocess.run(
@@ -27,10 +27,10 @@ def command_output(*command: str) -> str | None:
 
 
 def repository_commit(file: Path) -> str | None:
-    """Return the commit of the repository of ``file``, with ``-dirty`` if its code has changes; None without one.
+    """Return the commit of the repository that ``file`` belongs to, with ``-dirty`` if its code has changes, or None.
 
-    Files of installed packages, and files that git ignores, belong to no repository. Code is dirty if the file is not
-    committed, or a committed Python file has changed.
+    Files of installed packages, and files that git ignores, belong to no repository. Code has changes if the file is
+    not committed, or if a committed Python file has changed.
     """
     if any(part.endswith("-packages") for part in file.parts):
         return None
@@ -50,7 +50,7 @@ def head(folder: Path) -> str | None:
     return commit if commit is not None and re.fullmatch(r"[0-9a-f]{40,64}", commit) else None
 
 
-DISTRIBUTION = "torch-plumbline"  # the name under which pip knows the project: ``plumbline`` is another one
+DISTRIBUTION = "torch-plumbline"  # the project's name for pip, where ``plumbline`` is a different project
 
 # Nothing that could be a path or an address is published.
 _PUBLIC_NAME = re.compile(r"[\w.+!-]{1,100}", re.ASCII)
@@ -61,7 +61,7 @@ def plumbline_version() -> str:
 
 
 def project_commit(root: Path | None = None) -> str | None:
-    """Return the commit of Plumbline's checkout, ``-dirty`` if its code has changes; None if it is installed."""
+    """Return the commit of Plumbline's checkout, with ``-dirty`` if its code has changes; None without a checkout."""
     root = root or Path(__file__).resolve().parents[3]
     if not (root / ".git").exists():
         return None
@@ -75,7 +75,7 @@ def project_commit(root: Path | None = None) -> str | None:
 
 
 def torch_versions() -> dict[str, str]:
-    """Return the versions of torch, and of the CUDA and NCCL that it was built with."""
+    """Return the versions of torch, and of the CUDA and NCCL with which it was built."""
     try:
         import torch
     except Exception:  # a broken torch raises OSError, RuntimeError, …

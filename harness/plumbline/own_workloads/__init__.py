@@ -1,4 +1,4 @@
 """The user's own workloads: loaded from a file or a module, and checked before anything is trained.
 
-Every process loads them itself: the one that plans and judges, a fork server, and a process that a subject starts.
+Every process loads them itself: the process that plans and judges, fork servers, and processes that a subject starts.
 """

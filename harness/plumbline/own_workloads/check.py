@@ -61,9 +61,9 @@ class TrainingPass:
 
 
 class NoNarrowing(TorchFunctionMode):
-    """Refuses operations that turn float64 that depends on a parameter into a narrower type.
+    """Refuses operations that convert a float64 tensor that requires a gradient to a narrower type.
 
-    Its gradient would be rounded as in float32, and the oracle would be no better than the trainer.
+    Its gradient would be rounded as in float32, and the oracle would be no more accurate than the trainer.
     """
 
     def __torch_function__(
@@ -88,7 +88,7 @@ class NoNarrowing(TorchFunctionMode):
 
 
 _ACCURACY = (torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps) ** 0.5
-"""The largest allowed ratio of the oracle's error to that of float32: beyond it, the oracle is not float64."""
+"""Maximum ratio of the oracle's error to the error of float32. A larger one shows that the oracle is not float64."""
 
 
 def refuse_unfit(workload: Workload, devices: Sequence[int]) -> None:
@@ -166,7 +166,7 @@ def _check_forward(workload: Workload, batch: Batch) -> None:
 
 
 def _draws(model: nn.Module) -> bool:
-    # Only recorded random numbers can be repeated.
+    # Random numbers are allowed only in layers with ``draws``, whose masks are recorded and can be replayed.
     return any(hasattr(layer, "draws") for layer in model.modules())
 
 
@@ -198,7 +198,7 @@ def _check_loss(workload: Workload, outputs: Any, batch: Batch) -> None:
 
 
 def _check_every_parameter(model: nn.Module, gradients: Sequence[dict[str, Tensor]]) -> None:
-    # DistributedDataParallel waits for the gradient of an unused parameter, or raises.
+    # DistributedDataParallel waits for the gradients of unused parameters, or raises.
     for name in (name for name, parameter in model.named_parameters() if parameter.requires_grad):
         times = sum(name in gradient for gradient in gradients)
         if times < len(gradients):
@@ -252,7 +252,7 @@ def _needed(
 
 
 def _check_oracle(workload: Workload, devices: int) -> None:
-    """Check that float64 gradients are computed in float64, and do not depend on the order of the samples."""
+    """Check that float64 gradients are computed in float64 and do not depend on the order of the samples."""
     batch = workload.dataset(devices, torch.float64).batch(range(workload.global_batch_size(devices)))
     exact = TrainingPass(workload, torch.float64)
     try:

@@ -18,7 +18,7 @@ from plumbline.workloads import EVERY, WORKLOADS, PerformanceWorkload, Workload,
 
 @contextmanager
 def calling(what: str) -> Iterator[None]:
-    """Turn an exception in the user's code into an error that begins with ``what`` is called."""
+    """Convert an exception in the user's code to an error that begins with ``what``, the call that raised it."""
     try:
         yield
     except PlumblineError:
@@ -40,7 +40,7 @@ class OwnWorkload:
 
 
 def use_workloads(locators: Sequence[str]) -> tuple[OwnWorkload, ...]:
-    """Load the workloads behind ``locators`` and register them instead of those that were loaded before."""
+    """Load the workloads behind ``locators`` and register them in place of those loaded before."""
     for name in [name for name, workload in WORKLOADS.items() if workload.locator is not None]:
         del WORKLOADS[name]
     found: list[OwnWorkload] = []
@@ -90,7 +90,7 @@ def _load(locator: str) -> list[tuple[Workload, ModuleType]]:
 def _module(place: str) -> ModuleType:
     if not place.endswith(".py"):
         return import_module(place)
-    # A file with trainers may be imported already. Importing it twice would register its contents twice.
+    # A file that also has trainers can be imported already. Importing it twice would register its contents twice.
     return imported_file(Path(place).resolve()) or import_file(Path(place), "workload")
 
 
@@ -100,7 +100,7 @@ def _classes(module: ModuleType) -> list[type[Workload]]:
         for value in vars(module).values()
         if isinstance(value, type) and issubclass(value, Workload) and not value.__module__.startswith("plumbline.")
     ]
-    # Imported classes are base classes, unless the file contains nothing but imports.
+    # Classes imported from elsewhere count as base classes, unless the file defines no workload class itself.
     own = [kind for kind in every if kind.__module__ == module.__name__] or every
     return [kind for kind in dict.fromkeys(own) if hasattr(kind, "name")]
 

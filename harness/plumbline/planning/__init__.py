@@ -1,1 +1,1 @@
-"""From the user's options to a list of cells, and what is expected of a subject. Nothing is launched here."""
+"""Turns the user's options into a list of cells, and reads the expected failures of subjects. Launches nothing."""

@@ -1,4 +1,4 @@
-"""Resolves ``--accelerator``: the type of device, and how many of them there are."""
+"""Resolves ``--accelerator`` to a type of device and the number of these devices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from plumbline.devices.types import accelerators, device_type, module_of
 
 
 def check_accelerator(requested: str) -> None:
-    """Raise ``PlanError`` if no type of device has this name; whether this machine has any does not matter."""
+    """Raise ``PlanError`` if no type of device has this name. This machine need not have such a device."""
     known = ("auto", "cpu", *accelerators())
     if requested not in known:
         raise PlanError(f"--accelerator {requested}: unknown type of device; choose from {', '.join(known)}")
@@ -19,10 +19,10 @@ def check_accelerator(requested: str) -> None:
 def resolve_accelerator(requested: str) -> tuple[str, int]:
     """Return the accelerator for ``--accelerator``, which may be ``auto``, and the number of its devices.
 
-    The CPU simulates any number of devices, so its number is 0.
+    The number for ``cpu`` is 0, because the CPU simulates any number of devices.
 
     Raises:
-        PlanError: this torch does not have the type, or this machine has no such device.
+        PlanError: this torch does not support the type, or this machine has no such device.
     """
     if requested == "auto":
         return available()

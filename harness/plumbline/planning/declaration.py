@@ -1,4 +1,4 @@
-"""What a subject declares, and which cells it therefore does not support."""
+"""The declaration of a subject, and the cells that it therefore does not support."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from plumbline.workloads import EVERY, PerformanceWorkload, Workload
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a cell is not trained; ``undeclared`` is what it needs and its subject does not declare."""
+    """Why a cell is not trained. ``undeclared`` lists what the cell needs but its subject does not declare."""
 
     sentence: str
     undeclared: tuple[str, ...] = ()
@@ -29,12 +29,12 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Declaration:
-    """What a subject declares. ``locator`` is what the user typed after ``--subject``.
+    """The declaration of a subject. ``locator`` is what the user typed after ``--subject``.
 
-    ``precisions`` are by accelerator, see :mod:`plumbline.core.accelerator`. ``launch``: the harness starts a process
-    for each ``rank`` or ``node``.
-    ``source`` is the file and line of its function, ``sha256`` the hash of that file and of what it imports from its
-    folder; None if unknown.
+    ``precisions`` has the precisions by accelerator, see :mod:`plumbline.core.accelerator`. ``launch`` says whether the
+    harness starts a process for each ``rank`` or for each ``node``.
+    ``source`` is the file and line of the subject's function, ``sha256`` the hash of that file and of the files that it
+    imports from its folder; None if unknown.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Declaration:
         communication = backend_of(cell.accelerator)
         if workload.gloo_only and communication not in ("gloo", None) and cell.processes > 1:
             return Refusal(f"{communication.upper()} cannot {workload.gloo_only}")
-        # An elastic training begins on another mesh, which has to fit as well.
+        # An elastic training begins on a different topology, which has to fit as well.
         unfit = (self._misfit(one, workload) for one in ((cell, cell.resized) if workload.elastic else (cell,)))
         misfit = next(filter(None, unfit), None) or _why_batches_differ(cell, workload)
         return None if misfit is None else Refusal(misfit)
@@ -140,11 +140,11 @@ _COUNTED: Mapping[str, tuple[frozenset[Held], Callable[[Workload], Collection[in
     "features": (frozenset({Held.PARAMETERS}), _features),
     "experts": (frozenset({Held.EXPERTS}), lambda workload: (workload.experts,)),
 }
-"""What is divided along which dimensions of a mesh, and how many of it each layer of a model has."""
+"""For each value of ``divides``: the kinds of mesh dimensions that divide it, and the counts to be divided evenly."""
 
 
 def _why_uneven(cell: Cell, workload: Workload, divides: Collection[str]) -> str | None:
-    """Return what the ranks cannot divide evenly. Shards of a model that are gathered before use do not count."""
+    """Return what the ranks cannot divide evenly, if anything. Shards that are gathered before use do not count."""
     if cell.contract.has_stages:
         return None
     for what in divides:

@@ -1,9 +1,10 @@
-"""Files of expectations: known failures of a trainer's released versions, and their reasons.
+"""Reads files of expectations: known failures of released trainers, and their reasons.
 
-Each subject has one TOML file with its name. A subject without one gets the entries that hold for its library
+A subject can have one TOML file with its name. A subject without a file gets the entries that hold for its library
 (``@subject(library=…)``) at the installed version. Such an entry covers only the exact finding (check, cell and cause)
-and its consequences. The cell ends as *known*: the finding stands, but only the library can correct it. A subject that
-makes the same mistake itself is covered too. If the finding does not appear, that is not an unexpected pass.
+and its consequences. The cell ends as *known*: the finding stands, but only the library can correct it. The entry also
+covers a subject that makes the same mistake in its own code. If the finding does not appear, that is not an unexpected
+pass.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from plumbline.results.records import Expected, SourceLine
 from plumbline.workloads import WORKLOADS
 
 FOLDER = "expectations"
-"""The folder of the files, beside the folder of the suite."""
+"""The name of the files' folder, which lies next to the folder of the suite."""
 
 REPRODUCTIONS = "reproductions"
 
@@ -44,7 +45,7 @@ _COORDINATES: Mapping[str, Collection[str]] = {
     "precision": PRECISIONS,
     "accelerator": ("cpu", *accelerators()),
 }
-"""The names that a coordinate may have."""
+"""The valid names of each coordinate."""
 
 
 class ExpectationsError(PlanError):
@@ -91,7 +92,7 @@ class _Strict(BaseModel):
 
 
 class CellPattern(_Strict):
-    """Which cells: for each coordinate one or several names, which may contain ``*`` and ``?``. None matches any.
+    """Selects cells by one or more names for each coordinate. Names can contain ``*`` and ``?``. None matches any.
 
     ``topology`` is written as in a cell's id: ``1x3``.
     """
@@ -119,15 +120,15 @@ class Entry(_Strict):
     """One expected failure.
 
     Args:
-        cell: the cells in which it happens.
+        cell: the cells in which the failure occurs.
         check: the checks that end with ``outcome`` in each of these cells.
-        outcome: how they end.
-        cause: the causes that are expected. None: any.
-        consequences: the checks that may fail because of it.
+        outcome: how the checks end.
+        cause: the expected causes. None: any.
+        consequences: the checks that can fail because of the failure.
         versions: version specifiers (PEP 440) of the library; one of them must match. None: all versions.
         reason: why the failure is expected.
-        link: a page about it.
-        reproduction: a program that shows it.
+        link: a page about the failure.
+        reproduction: a program that shows the failure.
         holds_for: only this file's ``subject``, or every subject that uses the ``library``, because the library's own
             code causes the failure and a subject cannot avoid it.
     """
@@ -161,7 +162,7 @@ class Entry(_Strict):
 
 
 class _File(_Strict):
-    """``measured`` is the library and version that failed; ``library`` is its name for pip."""
+    """``measured`` is the library and version that failed; ``library`` is the library's name for pip."""
 
     measured: Line | None = None
     library: Line | None = None
@@ -174,7 +175,7 @@ class _File(_Strict):
 
 @dataclass(frozen=True)
 class Expectation:
-    """An entry, the record for the findings that it expects, and its file's library."""
+    """An entry, the record for findings that match it, and the library of its file."""
 
     entry: Entry
     record: Expected
@@ -182,7 +183,7 @@ class Expectation:
 
     @property
     def of_library(self) -> bool:
-        """Whether it applies to a subject because of its library, not its name."""
+        """Whether the expectation applies to a subject because of the subject's library, not its name."""
         return self.record.library is not None
 
     def for_library(self, software: Software) -> Expectation:
@@ -235,7 +236,7 @@ def _complaint(error: ValidationError) -> str:
 def known_of_subject(
     name: str, software: Software, known: Mapping[str, Sequence[Expectation]]
 ) -> tuple[Expectation, ...]:
-    """Return the expectations for a subject: those of its own file, or else those for its library."""
+    """Return the expectations for a subject, from its own file or else for its library."""
     if name in known:
         return known_of(software, known[name])
     try:
@@ -270,10 +271,10 @@ def known_of(software: Software, expectations: Sequence[Expectation]) -> tuple[E
 def expected(
     cell: Cell, findings: Sequence[Finding], expectations: Iterable[Expectation]
 ) -> tuple[Expected | None, ...]:
-    """Return the expectation for each finding of ``cell``, None if there is none.
+    """Return the expectation for each finding of ``cell``, or None.
 
-    There is one for a finding that an entry predicts, for its consequences, and for a finding that passed although the
-    subject's own file predicts a failure. There is none for any other failure.
+    A finding has an expectation if an entry predicts it, if it is a consequence of such a finding, or if it passed
+    although the subject's own file predicts a failure. Other failures have none.
     """
     about = [expectation for expectation in expectations if expectation.entry.cell.covers(cell)]
     met = [one for one in about if any(map(one.entry.matches, findings))]

@@ -50,7 +50,7 @@ def refuse_unfit_workloads(own: Sequence[OwnWorkload], matrix: Matrix) -> None:
 
 
 class Options:
-    """The options of a run: pytest's, as ``given``. ``notify`` shows the user a message at once.
+    """The options of a run. ``given`` are pytest's options; ``notify`` shows the user a message at once.
 
     Raises:
         PlanError: the options cannot be planned here.
@@ -95,7 +95,7 @@ class Options:
         refuse_unfit_workloads(self.own_workloads, self.matrix)
 
     def _launcher_options(self, notify: Callable[[str], None]) -> LauncherOptions:
-        # xdist's controller launches nothing: its workers do.
+        # xdist's workers launch cells, its controller does not.
         launches = "PYTEST_XDIST_WORKER" in os.environ or not self._given.get("numprocesses")
         gpus = max(topology.gpus for topology in self.matrix.topologies) if launches else 0
         devices = min(gpus, 1) if self.settings.oversubscribe else gpus
@@ -112,7 +112,7 @@ class Options:
 
     @property
     def recorded(self) -> dict[str, Any]:
-        """The options that decide which cells are tested and how, for the run's header."""
+        """The options that determine which cells are tested and how, for the run's header."""
         names = ("gpus", "nodes", "backends", "precisions", "workloads", "subject", "accelerator", "seed", "launcher")
         further = ("mesh", "oversubscribe", "store_above", "launches", "workload")
         return {name: self._given[name] for name in (*names, *further)}
@@ -123,7 +123,7 @@ class Options:
         return {one.name: WorkloadSource(locator=one.locator, sha256=one.sha256) for one in self.own_workloads}
 
     def expectations(self, suite: Path) -> Path:
-        """Return the folder of expectation files. By default it lies beside the folder of the file ``suite``."""
+        """Return the folder of expectation files. By default, it lies next to the folder of the file ``suite``."""
         given = self._given["expectations"]
         if given and not os.path.isdir(given):
             raise ExpectationsError(f"--expectations {given}: folder not found")

@@ -1,4 +1,4 @@
-"""From the options of a run to its cells: those that can show something that a smaller one cannot."""
+"""Plans the cells of a run: the combinations that can show a fault that a smaller cell cannot show."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def is_worth_a_cell(
     planned: Sequence[Topology],
     stages_per_rank: int = 1,
 ) -> bool:
-    """Say whether a combination can show something that a smaller one of the ``planned`` topologies cannot.
+    """Return whether a combination can show a fault that a smaller one of the ``planned`` topologies cannot show.
 
-    If the trainer chooses its backend itself, one topology is enough. An elastic workload also needs another topology,
-    where its training begins.
+    If the trainer chooses its backend itself, one topology is enough. The training of an elastic workload begins on a
+    different topology, which the backend must fit as well.
     """
     if isinstance(workload, PerformanceWorkload):
         return _is_worth_timing(workload, backend, topology, precision, planned)
@@ -52,10 +52,10 @@ def is_worth_a_cell(
 
 
 def is_sampled(workload: Workload, backend: Backend, topology: Topology, precision: str) -> bool:
-    """Say whether a cell is one of the few that are planned for a sampled backend.
+    """Return whether a cell is one of the few that are planned for a sampled backend.
 
-    They are in float32, on the smallest topology and on the smallest one where each dimension has several devices. Of
-    the narrow workloads, those that couple stages are included.
+    These cells use float32, on the smallest topology and on the smallest one where each dimension has several devices.
+    Narrow workloads are included only if they couple stages.
     """
     if isinstance(workload, PerformanceWorkload) or (workload.narrow and not workload.couples_stages):
         return False
@@ -65,9 +65,9 @@ def is_sampled(workload: Workload, backend: Backend, topology: Topology, precisi
 def is_sampled_precision(
     workload: Workload, backend: Backend, topology: Topology, precision: str, planned: Sequence[Topology]
 ) -> bool:
-    """Say whether a cell is one of the few of a sampled precision: one topology with several devices per backend.
+    """Return whether a cell is one of the few that are planned for a sampled precision.
 
-    They are of the workloads that name the precision.
+    These cells have the workloads that name the precision, on one topology with several devices per backend.
     """
     small = [t for t in planned if t.num_nodes == 1 and t.gpus <= 3]
     place = small[-1] if backend.smallest in small else backend.smallest
@@ -75,9 +75,10 @@ def is_sampled_precision(
 
 
 def _narrow(backend: Backend, small: Sequence[Topology], stages_per_rank: int) -> set[Topology]:
-    """Return the topologies of narrow workloads: one device, and up to three on one node.
+    """Return the topologies of narrow workloads: the first and the last of ``small``.
 
-    The backend's smallest topology is added if it fits neither, or if few workloads suit the backend: many stages, for
+    ``small`` has the planned topologies of one node with up to three devices, in ascending order. The backend's
+    smallest topology is added if it is not in ``small``, or if few workloads suit the backend: many stages, for
     example, need more blocks than most models have. A sampled backend has only its smallest topology.
     """
     if backend.sampled:
@@ -90,10 +91,11 @@ def _narrow(backend: Backend, small: Sequence[Topology], stages_per_rank: int) -
 def _is_worth_timing(
     workload: PerformanceWorkload, backend: Backend, topology: Topology, precision: str, planned: Sequence[Topology]
 ) -> bool:
-    """Say whether a cell is measured: on powers of two devices of one node, and on the largest topology of several.
+    """Return whether a cell is measured.
 
-    A workload's first precision is measured on all of them, the others only on the smallest topology of each backend.
-    A backend that the trainer chooses itself is another name for one that is already measured.
+    The topologies are those of one node with the largest number of devices or a power of two, and the largest topology
+    of several nodes. A workload's first precision is measured on all of them, other precisions only on the smallest one
+    of each backend. A backend that the trainer chooses itself is another name for one that is already measured.
     """
     if backend.chosen_by_trainer or precision not in workload.precisions:
         return False
@@ -118,7 +120,7 @@ SMOKE_WORKLOADS = ("mlp", "adamw", "cnn-batchnorm")
 
 
 def smoke_workload(backend: Backend, stages_per_rank: int = 1) -> str:
-    """Return the workload to try first on a backend: the simplest with a block for each stage."""
+    """Return the workload to try first on a backend: the simplest one that has a block for each stage."""
     if backend.divides_experts or backend.divides_sequences:
         return "experts" if backend.divides_experts else "transformer"
     stages = len(backend.replicas(backend.smallest)[0]) * stages_per_rank
@@ -130,7 +132,7 @@ class Matrix:
     """The user's selection. None selects everything.
 
     Without ``nodes``, ``gpus`` counts devices over all nodes; otherwise, per node. ``shared`` is the number of
-    devices if ranks share them. If there are ``meshes``, only they are planned.
+    devices if ranks share them. If there are ``meshes``, no other topologies are planned.
     """
 
     gpus: int
@@ -179,7 +181,7 @@ class Matrix:
         )
 
     def includes(self, backend: Backend, declared: Declaration) -> bool:
-        """Say whether a backend is planned for a subject. An opt-in backend must be declared or named."""
+        """Return whether a backend is planned for a subject. An opt-in backend must be declared or selected."""
         return not backend.opt_in or backend.name in declared.backends or bool(self.backends) or bool(self.meshes)
 
     def precisions_for(self, declared: Declaration) -> list[str]:
@@ -193,8 +195,8 @@ class Matrix:
 class Planned:
     """A cell of the plan, with the behavior that its subject declares.
 
-    ``refusal`` says why it is not trained, None if it is. ``undeclared`` is what it needs and its subject does not
-    declare.
+    ``refusal`` says why the cell is not trained, None if it is. ``undeclared`` lists what the cell needs but its
+    subject does not declare.
     """
 
     cell: Cell
@@ -221,7 +223,7 @@ class Planned:
 
 
 def plan(matrix: Matrix, subjects: Sequence[Declaration], among: Mapping[str, Workload] = WORKLOADS) -> list[Planned]:
-    """Return every cell of the matrix, small topologies first, including those that are refused.
+    """Return every cell of the matrix in the order of its topologies, including refused ones.
 
     ``among`` has the workloads of the suite, by name.
     """
@@ -250,7 +252,8 @@ def plan(matrix: Matrix, subjects: Sequence[Declaration], among: Mapping[str, Wo
                     workload.locator,
                 )  # fmt: skip
                 one = _planned(cell, matrix, declared)
-                # A cell that the workload itself rules out says nothing about the subject.
+                # A refused cell of a sampled backend counts only if the subject did not declare something: otherwise
+                # the workload rules it out, which says nothing about the subject.
                 if not sampled or one.refusal is None or one.undeclared:
                     planned.append(one)
     return planned
@@ -264,7 +267,7 @@ def _planned(cell: Cell, matrix: Matrix, declared: Declaration) -> Planned:
 
 
 def _refuse_namesakes(subjects: Sequence[Declaration]) -> None:
-    # One trainer may have several declarations in one place, each for other backends.
+    # A trainer can have several declarations behind one locator, each for different backends.
     for place, one in enumerate(subjects):
         for other in subjects[:place]:
             both = set(one.backends) & set(other.backends)
@@ -285,7 +288,7 @@ def _known(what: str, wanted: Iterable[str] | None, known: Iterable[str]) -> lis
 
 
 def check_devices(matrix: Matrix, present: int, *, oversubscribe: bool) -> None:
-    """Check that there are enough devices for a matrix, and that several of them can communicate."""
+    """Check that there are enough devices for a matrix, and that they can communicate."""
     wanted = max((topology.devices for topology in matrix.topologies), default=0)
     if matrix.accelerator != "cpu" and wanted > present and not oversubscribe:
         nodes = min(matrix.nodes or 1, max(present, 1))

@@ -1,4 +1,4 @@
-"""The command that repeats one cell of a run."""
+"""Builds the command that repeats one cell of a run."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ DEFAULT_SUBJECT = "reference"
 
 
 class Reproduction:
-    """Writes the commands of a run. ``given`` are pytest's options, ``matrix`` is what they select."""
+    """Builds the commands of a run. ``given`` are pytest's options, and ``matrix`` is the selection that they make."""
 
     def __init__(self, given: Mapping[str, Any], matrix: Matrix, own: Sequence[OwnWorkload] = ()) -> None:
         self._given = given
         self._matrix = matrix
         self._own = {one.name: one.locator for one in own}
-        self._suite_command = cache(lambda suite: suite_command(suite=suite))  # it looks at files; cells are thousands
+        self._suite_command = cache(lambda suite: suite_command(suite=suite))  # reads files: too slow for each cell
 
     def command(self, planned: Planned, locator: str, suite: Path) -> str:
         """Return the command that runs only this cell. ``locator`` is what the user typed after ``--subject``."""

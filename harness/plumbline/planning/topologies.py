@@ -1,4 +1,4 @@
-"""The topologies for a number of devices, and ``--mesh replicate=2,tp=4``: from dimensions and sizes to a backend."""
+"""The topologies for a number of devices, and the parser of ``--mesh replicate=2,tp=4``, which finds the backend."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from plumbline.core.errors import PlanError
 from plumbline.core.topology import Topology
 
 COUNTS = (1, 2, 3, 4, 8)
-"""Numbers of devices to try. 3 shows mistakes that powers of two hide."""
+"""Numbers of devices to try. 3 reveals mistakes that powers of two hide."""
 
 DEFAULT_GPUS = 4
 
 
 def topologies(gpus: int, nodes: int | None = None) -> list[Topology]:
-    """Return the topologies of up to ``gpus`` devices, split into nodes in every way.
+    """Return topologies of up to ``gpus`` devices: ``COUNTS`` and ``gpus`` itself, on one node or evenly on several.
 
     With ``nodes``, ``gpus`` is per node, and the largest topology is ``nodes`` × ``gpus``.
     """
@@ -46,10 +46,10 @@ def _counts(limit: int) -> list[int]:
 
 
 DATA = "dp"
-"""Stands for the dimension that divides samples. If two do, it is the one that is not named."""
+"""Stands for the dimension that divides samples. If two dimensions do, it stands for the one that is not named."""
 
 SHARDS = {"fsdp": "shard"}
-"""Other names of dimensions."""
+"""Aliases of dimensions."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class MeshChoice:
 
 
 def parse_mesh(text: str) -> MeshChoice:
-    """Parse ``name=size,name=size``. Dimensions may come in any order."""
+    """Parse ``name=size,name=size``. Dimensions can come in any order."""
     sizes: dict[str, int] = {}
     for word in text.split(","):
         name, _, size = (part.strip() for part in word.partition("="))

@@ -1,1 +1,1 @@
-"""Measures the smallest error that the judge notices, by putting known errors into what a right training recorded."""
+"""Measures the smallest error that the judge detects, by injecting known errors into records of right trainings."""

@@ -1,11 +1,11 @@
-"""The smallest error that the checks notice: known errors in what right trainings of several seeds recorded.
+"""The smallest error that the checks detect: known errors are injected into records of right trainings.
 
-A check reads each step by itself, from the weights recorded before it. So evidence with a wrong gradient is, for
-that check, what a trainer with this error would have recorded, and the error has exactly the size that was asked
-for: a trainer's reduction, scaler and cast would round it. Only this check is asked, because a trainer would have
-continued from its error.
+A check judges each step separately, from the weights recorded before it. For that check, evidence with a wrong gradient
+is therefore what a trainer with this error would have recorded. The error has exactly the requested size, whereas a
+trainer's reduction, scaler and cast would round it. Only this check is run, because a trainer would have continued
+with its error.
 
-Every rank gets the same error. An error of a single rank shows at any size, because ranks are compared bit for bit.
+Every rank gets the same error. An error on a single rank shows at any size, because ranks are compared bit for bit.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from plumbline.planning.plan import Matrix, plan
 from plumbline.workloads import WORKLOADS
 
 NEGLIGIBLE = 1e-9
-"""A tensor whose norm is this part of the largest is zero except for rounding, such as a bias before a BatchNorm."""
+"""A tensor with less than this fraction of the largest norm is zero up to rounding, such as a bias before BatchNorm."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where an error is put: the index of an optimizer step, and one tensor in a random direction, or all scaled."""
+    """Where an error is injected: an optimizer step, and one tensor (in a random direction) or all of them (scaled)."""
 
     step: int
     parameter: str | None
@@ -61,7 +61,7 @@ def gradient_off(trace: Trace, place: Place, size: float) -> Trace:
 
 
 def update_off(trace: Trace, place: Place, size: float) -> Trace:
-    """Return the trace with an update, weights after minus before, that is wrong by ``size`` times its norm."""
+    """Return the trace with an update (weights after minus before) that is wrong by ``size`` times its norm."""
 
     def changed(step: Step) -> Step:
         updates = {name: value.double() - step.before[name].double() for name, value in step.after.items()}
@@ -104,12 +104,12 @@ def _off(tensors: Tensors, parts: Tensors, place: Place, size: float) -> Tensors
 
 
 SMALLEST, LARGEST = 1e-18, 1.0
-"""Errors between which the limit is searched: below any rounding, and as large as the tensor."""
+"""The range in which the limit is searched: from below any rounding to as large as the tensor."""
 
 PRECISION = 1.1  # The factor to which a limit is known. Limits of different steps and tensors differ far more.
 CAUGHT = 0.99
 Limits = Callable[[TraceAnalysis, Trace, int, int], Iterator[float]]
-"""Yields the smallest error that is caught, in each of ``count`` places of a right training that a seed draws."""
+"""Yields the smallest error that is caught in each of ``count`` places of a right training, drawn with a seed."""
 
 
 def _of_steps(
@@ -119,7 +119,7 @@ def _of_steps(
         for place in places(trace, count, seed, whole=whole):
 
             def is_caught(size: float, place: Place = place) -> bool:
-                # Errors change neither the samples nor the weights before a step, so what is right stays the same.
+                # Errors change neither the samples nor the weights before a step, so the right values stay the same.
                 wrong = inject(trace, place, size)
                 other = TraceAnalysis(wrong, analysis.workload, analysis.cell, analysis.behavior)
                 other.expected, other.noise = analysis.expected, analysis.noise
@@ -150,7 +150,7 @@ KINDS: Mapping[str, Limits] = {
     "update, one tensor": _of_steps(update_off, compare_updates, whole=False),
     "metric": _of_metrics,
 }
-"""Kinds of errors, with the limits of the check that has to notice them."""
+"""Kinds of errors, with the limits of the check that should detect them."""
 
 
 def smallest(caught: Callable[[float], bool]) -> float:
@@ -179,7 +179,7 @@ def cells_of(
     backends: Sequence[str] | None,
     precisions: Sequence[str] | None,
 ) -> list[Cell]:
-    """Return the subject's cells of a workload, by name or file; raise ``PlanError`` where there are none."""
+    """Return the subject's cells of a workload, given by name or file; raise ``PlanError`` if there are none."""
     names = (workload,) if workload in WORKLOADS else tuple(own.name for own in use_workloads([workload]))
     matrix = Matrix(
         gpus=gpus,
@@ -200,7 +200,7 @@ class NotRightError(Exception):
 
 @dataclass(frozen=True)
 class Power:
-    """The smallest relative errors that are caught in 99 % (``limit``) and in half of the runs, None: in none."""
+    """The smallest relative errors that are caught in 99 % (``limit``) and in half of the runs; None without runs."""
 
     cell: Cell
     kind: str

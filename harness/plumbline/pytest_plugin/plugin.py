@@ -33,7 +33,7 @@ REFUSAL = "plumbline-refusal"
 REFUSED: pytest.StashKey[pytest.UsageError] = pytest.StashKey()
 PLANNING: pytest.StashKey[bool] = pytest.StashKey()  # set once there is a cell to plan
 COMMAND: pytest.StashKey[list[str]] = pytest.StashKey()  # the user's command, if it was not pytest
-SETTINGS: pytest.StashKey[dict[str, Any]] = pytest.StashKey()  # options that the project's file gave
+SETTINGS: pytest.StashKey[dict[str, Any]] = pytest.StashKey()  # options from the project's file
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -191,7 +191,7 @@ def _begin(config: pytest.Config, session: Session, chosen: Set[str]) -> None:
     with _usage_errors():
         session.begin(chosen, _command(config), config.stash.get(SETTINGS, {}))
     cells = [one.cell for one in session.planned if one.cell.id in chosen]
-    if chosen - {cell.id for cell in cells}:  # to_measure raises where nothing can be measured
+    if chosen - {cell.id for cell in cells}:  # to_measure raises if nothing can be measured
         cells += [one.cell for one in session.to_measure if one.cell.id in chosen]
     show_progress(config, {cell.id: cell.processes for cell in cells})
 

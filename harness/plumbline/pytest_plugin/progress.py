@@ -1,6 +1,6 @@
-"""How far a run is, and how long it will take: a line below pytest's output on a terminal, or lines in a log.
+"""The progress and remaining time of a run: a line below pytest's output on a terminal, or lines in a log.
 
-On a terminal, the line is erased and drawn with escape sequences of the VT100.
+On a terminal, the line is erased and drawn with VT100 escape sequences.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 NAME = "plumbline-live"
 
 LOG_EVERY_S = 20.0
-"""Least time between two lines in a log."""
+"""Minimum number of seconds between two lines in a log."""
 
 # Save the cursor, go to the beginning of the next line and erase it; restore the cursor.
 _ERASE, _BACK = "\x1b7\x1b[B\r\x1b[2K", "\x1b8"
@@ -42,7 +42,7 @@ def show_progress(config: pytest.Config, cells: Mapping[str, int]) -> None:
             terminal.write_line(line)
 
         config.pluginmanager.register(ProgressLog(write, cells), NAME)
-    elif hasattr(terminal, "write_raw") and terminal.hasmarkup:  # the first is there since pytest 9
+    elif hasattr(terminal, "write_raw") and terminal.hasmarkup:  # pytest has write_raw since version 9
         config.pluginmanager.register(ProgressLine(terminal.write_raw, cells), NAME)
 
 
@@ -75,7 +75,7 @@ class Progress:
 
 
 class ProgressLog(Progress):
-    """A line now and then, as a pytest plugin. ``write`` writes it."""
+    """A pytest plugin that writes a progress line from time to time, by calling ``write``."""
 
     def __init__(
         self, write: Callable[[str], None], cells: Mapping[str, int], clock: Callable[[], float] = time.monotonic
@@ -93,7 +93,7 @@ class ProgressLog(Progress):
 
 
 class ProgressLine(Progress):
-    """The line on a terminal, as a pytest plugin. ``write`` writes raw text to the terminal."""
+    """A pytest plugin that keeps a progress line on a terminal. ``write`` writes raw text to the terminal."""
 
     def __init__(
         self, write: Callable[..., None], cells: Mapping[str, int], clock: Callable[[], float] = time.monotonic

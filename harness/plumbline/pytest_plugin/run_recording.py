@@ -1,4 +1,4 @@
-"""The run on disk during a session, the one that ``--resume`` continues, and how xdist's workers send it records."""
+"""The run on disk during a session, the run that ``--resume`` continues, and the records that xdist's workers send."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def payload_of(report: pytest.TestReport) -> ReportPayload | None:
 
 
 def find_resumed_run(options: Options) -> Run | None:
-    """Return the run to resume, None if there is none to resume; raise ``ResultsError`` where it does not fit."""
+    """Return the run to resume, None if there is none; raise ``ResultsError`` if it does not match the options."""
     if options.resume is None:
         return None
     latest = options.report_dir / LATEST
@@ -137,7 +137,7 @@ def check_unchanged(run: Run, now: Header, behaviors: Mapping[Cell, TrainingBeha
 
 
 class RunRecording:
-    """Writes a session's run, as a pytest plugin. Under xdist only the controller does; workers keep traces for it."""
+    """A pytest plugin that writes a session's run. Under xdist only the controller writes; workers leave it traces."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -206,7 +206,7 @@ class RunRecording:
         with _exit_on_write_error():
             self._writer.write(*payload.measurements, *payload.results)
             if payload.evidence is not None:
-                # Those of expected failures are kept too: a later judge may judge them differently.
+                # Traces of expected failures are kept too: a later version of the judge can decide differently.
                 wanted = any(result.outcome.is_bad or result.expected for result in payload.results)
                 self._move(payload.evidence, run / "traces" / cell if wanted or self._options.keep_traces else None)
             if payload.profile is not None:
@@ -240,7 +240,7 @@ class RunRecording:
 
 @contextmanager
 def _exit_on_write_error() -> Iterator[None]:
-    """End the session as an interruption does if the run cannot be written."""
+    """If the run cannot be written, end the session like an interruption."""
     try:
         yield
     except (ResultsError, OSError) as error:

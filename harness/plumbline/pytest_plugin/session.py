@@ -1,4 +1,4 @@
-"""The options, plan, pools and records of one pytest process: under xdist the controller's, or a worker's."""
+"""The options, plan, pools and records of one pytest process, which under xdist is the controller or a worker."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Session:
         self._reproduction = Reproduction(given, self.options.matrix, own)
         known = read_expectations(self.options.expectations(suite))
         settings, launcher = self.options.settings, self.options.launcher
-        with shared_lease():  # importing a subject's library loads the machine
+        with shared_lease():  # importing a subject's library puts load on the machine
             self.pools = SubjectPools(launcher, self.options.interpreters, own)
             try:
                 self._declarations = self.pools.declarations
@@ -101,7 +101,7 @@ class Session:
 
     @cached_property
     def to_measure(self) -> list[Planned]:
-        """The cells that are measured; raises ``PlanError`` where the options do not allow measuring."""
+        """The cells that are measured; raises ``PlanError`` if the options do not allow measuring."""
         if self.options.launcher.nodes is not None:
             raise PlanError("speed can be measured on one machine only, where ranks share a clock: remove --launcher")
         if (launches := self.options.launches) < FEWEST_LAUNCHES:

@@ -97,7 +97,7 @@ def _count(undeclared: Iterable[Result]) -> str:
 
 
 def cell_of(item: pytest.Item, fixtures: Sequence[str]) -> Any:
-    """Return a test's planned cell, or pytest's placeholder for an empty plan. None: it is not the test of a cell."""
+    """Return a test's planned cell, or pytest's placeholder for an empty plan; None if the test is not of a cell."""
     callspec = getattr(item, "callspec", None)
     parameters = callspec.params if callspec else {}
     return next((parameters[name] for name in fixtures if name in parameters), None)

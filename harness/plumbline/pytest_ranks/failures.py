@@ -80,7 +80,7 @@ def representation(ends: Sequence[RankEnd], limit: str, file: str, line: int) ->
 
 
 def _lost_a_peer(end: RankEnd, ends: Sequence[RankEnd]) -> bool:
-    """Return whether a rank raised only because its connection to a rank that died broke."""
+    """Return whether a rank raised only because it lost the connection to a rank that died."""
     return (
         end.how is How.RAISED
         and any(other.how is How.DIED for other in ends)

@@ -1,4 +1,4 @@
-"""Runs a marked test on its ranks, from pytest's process; their ends become the outcome of the test."""
+"""Runs a marked test on its ranks from pytest's process, and derives the test's outcome from how they ended."""
 
 from __future__ import annotations
 

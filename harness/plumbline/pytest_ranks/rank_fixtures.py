@@ -1,6 +1,6 @@
-"""Sets up the fixtures of a marked test that depend on the rank, on each rank.
+"""Sets up, on each rank, the fixtures of a marked test that depend on the rank.
 
-All others are set up once, before the fork; ranks have their values in memory.
+All others are set up once, before the fork; ranks inherit their values.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from plumbline.pytest_ranks.rank_fixtures import set_up_here
 from plumbline.ranks.rank_main import Terminal
 
 ON_RANK: pytest.StashKey[Terminal] = pytest.StashKey()
-"""In the stash of a test on a rank."""
+"""The rank's terminal, in the stash of a test that runs on a rank."""
 
 
 class Kind(enum.Enum):

@@ -65,7 +65,7 @@ def run_on_ranks(
     order = Order(function, describe, timeout, capture)
     here, there = Pipe()
     for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
-        with suppress(Exception):  # what is buffered now would be printed by each rank
+        with suppress(Exception):  # otherwise each rank would print what is buffered now
             stream.flush()  # type: ignore[union-attr]
     parent = os.getpid()
     with warnings.catch_warnings():

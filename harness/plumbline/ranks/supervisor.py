@@ -38,7 +38,7 @@ from plumbline.worker.rank_handle import Log
 
 
 class _Output:
-    """What a rank prints to one stream, in a file without a name, which nobody has to remove."""
+    """The output of a rank on one stream, in an unnamed file, which does not have to be removed."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115
@@ -74,7 +74,7 @@ class RankProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether nobody has waited for its end yet."""
+        """Whether the supervisor has not waited for its end yet."""
         return self.code is None
 
     @property
@@ -102,7 +102,7 @@ class RankProcess:
                 self.calls = calls_of(os.pread(self._stack.fileno(), 1 << 18, 0).decode(errors="replace"))
 
     def request_stack(self) -> None:
-        """Let it write its stacks. A stopped process has to continue for that."""
+        """Make it write its stacks. A stopped process has to continue for that."""
         for number in (signal.SIGUSR1, signal.SIGCONT):
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
@@ -160,7 +160,7 @@ class Supervisor:
         self._deadline = self._begun + order.timeout
         self._callers_group = os.getpgid(os.getppid())
         self._last_how = How.HUNG
-        """How ranks ended that are still there at the deadline."""
+        """How ranks end that are still running at the deadline."""
 
     def run(self) -> list[SealedEnd]:
         """Run the launch."""
@@ -308,7 +308,7 @@ def supervise(world: World, order: Order, caller: Connection, parent: int) -> No
     """Supervise one launch, and send the ends of its ranks to the caller. Does not return: the process ends here."""
     try:
         die_with(parent, signal.SIGTERM)
-        os.setpgid(0, 0)  # a signal to the caller's group must leave somebody who cleans up
+        os.setpgid(0, 0)  # a signal to the caller's group must not end the process that cleans up
         adopt()
         gc.freeze()  # garbage collection would copy the pages of the caller's objects
         caller.send(Supervisor(world, order, caller).run())

@@ -1,4 +1,4 @@
-"""What the ranks of a launch have in common: their number, their backend and their rendezvous."""
+"""The properties that the ranks of a launch share: their number, their backend and their rendezvous."""
 
 from __future__ import annotations
 
@@ -99,14 +99,14 @@ def _require_devices(accelerator: str, size: int) -> None:
 _STARTED_BY = {
     "cuda": ", and so does torch.cuda.is_available() at import, unless PYTORCH_NVML_BASED_CUDA_CHECK=1 is set",
 }
-"""What else initialises a type of device."""
+"""Other ways in which a process initialises a type of device."""
 
 
 def separate_rendezvous() -> None:
-    """Give each rendezvous of this process keys of its own in the store.
+    """Give each rendezvous of this process its own keys in the store.
 
     Default groups all have the same name. A function that initialises a second one would find the addresses of the
-    first, where nobody listens any more.
+    first, at which no rank listens any more.
     """
     handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
     env, done = handlers["env"], 0

@@ -14,11 +14,11 @@ from plumbline.recording.pause import is_paused
 
 
 class BackwardPasses:
-    """Numbers the calls of ``torch.autograd.backward``, and tells when each begins and ends.
+    """Numbers the calls of ``torch.autograd.backward``, and reports when each begins and ends.
 
-    A pass inside another, as reentrant checkpointing makes them, is part of it. What ``torch.autograd.grad`` computes
-    does not reach ``.grad``, and does not count; nor does what runs while ``paused``. ``has_failed``: the pass that
-    runs, or has just ended, has raised an exception.
+    A pass inside of another one, as in reentrant checkpointing, is part of it. Calls of ``torch.autograd.grad`` do not
+    count, because they do not change ``.grad``; neither do calls while ``paused``. ``has_failed``: the pass that is
+    running or has just ended raised an exception.
     """
 
     def __init__(self, begins: Callable[[int, Sequence[Tensor]], None], ends: Callable[[int], None]) -> None:
@@ -59,12 +59,12 @@ class BackwardPasses:
 
     @property
     def is_apart(self) -> bool:
-        """Whether what is computed now does not count: it is paused, or inside of ``torch.autograd.grad``."""
+        """Whether a pass would not count now: recording is paused, or ``torch.autograd.grad`` is running."""
         return bool(self._apart) or is_paused()
 
     @contextmanager
     def counted(self, roots: Sequence[Tensor]) -> Iterator[None]:
-        """Count what runs inside the block as a pass, although it calls ``torch.autograd.grad``."""
+        """Count the block as one backward pass, although it calls ``torch.autograd.grad``."""
         if self.is_apart:
             yield
             return
@@ -88,7 +88,7 @@ class BackwardPasses:
 
 
 def in_backward() -> bool:
-    """Return whether this runs inside of a backward pass, where a forward is only computed again."""
+    """Return whether a backward pass is running, where a forward is only a recomputation."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 

@@ -1,8 +1,8 @@
-"""Flat parameters of FullyShardedDataParallel (FSDP1): the original ones in them, and their whole tensors.
+"""Flat parameters of FullyShardedDataParallel (FSDP1): the original parameters in them, and their gathered tensors.
 
-Each rank of a process group holds a shard of a flat parameter, which has the entries of several original ones. The
-optimizer has the flat parameter or, with ``use_orig_params``, the original ones: of each, what lies in the shard.
-Whole tensors are gathered by all ranks of the group together, so that every rank has to ask for them in the same order.
+A flat parameter has the entries of several original ones, and each rank of a process group holds a shard of it. The
+optimizer has the flat parameter or, with ``use_orig_params``, the part of each original parameter that lies in the
+shard. All ranks of the group gather whole tensors together, so every rank must request them in the same order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MODULE = "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDat
 _HANDLE = "torch.distributed.fsdp._flat_param", "FlatParamHandle"
 
 WRAPPED = "_fsdp_wrapped_module."
-"""What FullyShardedDataParallel adds to the names of parameters."""
+"""The part that FullyShardedDataParallel adds to the names of parameters."""
 
 Take = Callable[[Tensor], Tensor]
 """Returns a parameter's part of a whole flat tensor."""
@@ -38,17 +38,17 @@ class FlatUnit:
 
     @property
     def flat(self) -> nn.Parameter:
-        """The flat parameter, at which the gradient of a backward pass arrives."""
+        """The flat parameter, at which the gradients of backward passes arrive."""
         return self._flat  # type: ignore[no-any-return]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """What an optimizer has: the original parameters with ``use_orig_params``, else the flat one."""
+        """The parameters of an optimizer: the original ones with ``use_orig_params``, else the flat one."""
         return [self._flat] if self._flat._params is None else list(self._flat._params)
 
     @property
     def is_sharded(self) -> bool:
-        """Whether ranks hold shards: not with ``NO_SHARD``."""
+        """Whether ranks hold shards; False with ``NO_SHARD``."""
         return bool(self._handle.uses_sharded_strategy)
 
     @property
@@ -63,12 +63,12 @@ class FlatUnit:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which the module computes, and its gradients arrive."""
+        """The dtype in which the module computes, and in which its gradients arrive."""
         computing: torch.dtype | None = self._handle._fwd_bwd_param_dtype
         return computing or self._flat.dtype
 
     def reduction_dtypes(self) -> list[torch.dtype]:
-        """Return the dtypes through which gradients go on their way over ranks: the policy's, and a hook's."""
+        """Return the dtypes in which gradients are sent between ranks: the policy's, and a communication hook's."""
         module: Any = self.module
         hook = getattr(getattr(module, "_comm_hook", None), "__name__", "")
         formats = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -78,7 +78,7 @@ class FlatUnit:
     def is_of_all_ranks(self) -> bool:
         """Whether all ranks hold the same original parameters, and average their gradients.
 
-        Not where these are DTensors, nor where only some of the ranks belong to the module's process groups.
+        False if these are DTensors, or if only some of the ranks belong to the module's process groups.
         """
         sizes = [torch.distributed.get_world_size(self.group)]
         if self.is_replicated:
@@ -89,15 +89,15 @@ class FlatUnit:
 
     @property
     def state(self) -> tuple[int, int]:
-        """The version and the address of the shard that lasts, whatever the flat parameter shows at present."""
+        """The version and the address of the persistent shard, whatever memory the flat parameter uses now."""
         shard = getattr(self._flat, "_local_shard", self._flat)
         return shard._version, shard.data_ptr()
 
     @property
     def is_stale(self) -> bool:
-        """Whether the unsharded weights that a forward has used, if they are still there, are not those of the shard.
+        """Whether the unsharded weights of an earlier forward still exist, and differ from the shard.
 
-        FSDP1 does not gather what it has not freed, and frees some units only in a backward pass.
+        FSDP1 gathers weights again only after it has freed them, and frees some units only in a backward pass.
         """
         unsharded = getattr(self._flat, "_full_param_padded", None)
         if not self.is_sharded or unsharded is None or not unsharded.untyped_storage().size():
@@ -142,22 +142,22 @@ class FlatUnit:
             yield module, name
 
     def shared_places(self) -> Iterator[tuple[nn.Module, str, nn.Module, str]]:
-        """Yield each further place of an original parameter, and its first one."""
+        """Yield each further place of a shared original parameter, and its first place."""
         for name, module, _, first_name, first_module, _ in self._flat._shared_param_infos:
             yield module, name, first_module, first_name
 
     def stand_ins(self) -> set[int]:
-        """Return the identities of what modules hold at present in the places of parameters: they may be views."""
+        """Return the identities of the tensors that modules hold now in place of parameters; they may be views."""
         places = [*self.places(), *((module, name) for module, name, *_ in self.shared_places())]
         tensors = [self._flat, *(getattr(module, name, None) for module, name in places)]
         return {id(one) for one in (*tensors, *self.parameters, *(self._flat._shared_params or ()))}
 
     def weights(self) -> Tensor:
-        """Return the whole flat weights; all ranks of the group have to ask."""
+        """Return the gathered flat weights. All ranks of the group must call this."""
         return self.gather(getattr(self._flat, "_local_shard", self._flat).detach())
 
     def gather(self, shard: Tensor) -> Tensor:
-        """Return the whole flat tensor of which each rank of the group has a shard; all of them have to ask."""
+        """Return the flat tensor of which each rank of the group has a shard. All of them must call this."""
         if not self.is_sharded:
             return shard
         own = shard.to(self._handle.device).contiguous()
@@ -166,9 +166,9 @@ class FlatUnit:
         return torch.cat(parts)[: self._flat._unpadded_unsharded_size.numel()]
 
     def gathered(self, of: Callable[[Tensor], Tensor | None]) -> list[Tensor | None]:
-        """Return whole tensors, one for each of ``parameters``, of which ``of`` gives what this rank has.
+        """Return one gathered tensor for each of ``parameters``; ``of`` returns this rank's part of it, or None.
 
-        None for a parameter of which every rank says None. All ranks of the group have to ask.
+        The result for a parameter is None if its part is None on every rank. All ranks of the group must call this.
         """
         given = list(map(of, self.parameters))
         known = torch.tensor([one is not None for one in given], dtype=torch.uint8, device=self._handle.device)
@@ -179,7 +179,7 @@ class FlatUnit:
         return [one if is_known else None for one, is_known in zip(parts, known.tolist(), strict=True)]
 
     def _shard(self, given: list[Tensor | None]) -> Tensor:
-        """Return this rank's shard of what it has of each parameter, zero where that is nothing."""
+        """Return this rank's shard, filled with its parts of the parameters, and with zeros if a part is None."""
         shard = torch.zeros(self._flat._sharded_size, dtype=self._flat.dtype, device=self._flat.device)
         if self._flat._params is None:
             targets = [shard]
@@ -196,7 +196,7 @@ class FlatUnit:
         return shard
 
     def any(self, answer: bool) -> bool:
-        """Return whether a rank of the group says yes; all of them have to ask."""
+        """Return whether any rank of the group answers True. All of them must call this."""
         said = torch.tensor([answer], dtype=torch.uint8, device=self._handle.device)
         if self.is_sharded:
             torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MAX, group=self.group)
@@ -205,7 +205,7 @@ class FlatUnit:
 
 @dataclass(frozen=True, eq=False)
 class FlatPart:
-    """What an optimizer has of a unit: one original parameter, by its number, or all of them."""
+    """The part of a unit that an optimizer has: an original parameter, by its number, or None for all of them."""
 
     unit: FlatUnit
     number: int | None
@@ -230,7 +230,7 @@ def is_fully_sharded(module: nn.Module) -> bool:
 
 
 def flat_units(root: nn.Module) -> list[FlatUnit]:
-    """Return the flat parameters of a module, in the order of its submodules, and remember what lies in them."""
+    """Return the flat parameters of a module, in the order of its submodules, and remember them for ``part_of``."""
     units = []
     for module in root.modules():
         handle = vars(module).get("_handle")
@@ -251,7 +251,7 @@ def _remember(unit: FlatUnit, handle: Any) -> None:
 
 
 def part_of(parameter: Tensor) -> FlatPart | None:
-    """Return where a parameter lies in a flat one, None where it does not, or its module has not been called yet."""
+    """Return the place of a parameter in a flat one; None if it has none, or ``flat_units`` has not found it yet."""
     if not getattr(parameter, "_fsdp_flattened", False):
         return None
     module, handle, number = _PARTS.get(parameter, (_nothing, _nothing, None))
@@ -264,15 +264,15 @@ def _nothing() -> None:
 
 
 def whole_shape(parameter: Tensor) -> torch.Size:
-    """Return the shape of the whole of a parameter, of which this rank may hold a piece of a flat one."""
+    """Return the full shape of a parameter, of which this rank may hold only a part."""
     part = part_of(parameter)
     return parameter.shape if part is None else part.shape
 
 
 def arrivals(roots: Iterable[nn.Module]) -> Iterator[tuple[Tensor, Tensor, Take | None]]:
-    """Yield each trained parameter with the flat one at which its gradients arrive, and its part of what arrives.
+    """Yield each trainable parameter, the flat one at which its gradients arrive, and a function that takes its part.
 
-    None where ranks do not hold the same parameters: see ``FlatUnit.is_of_all_ranks``.
+    The function is None if ranks do not hold the same parameters: see ``FlatUnit.is_of_all_ranks``.
     """
     for root in roots:
         for unit in flat_units(root):
@@ -284,7 +284,7 @@ def arrivals(roots: Iterable[nn.Module]) -> Iterator[tuple[Tensor, Tensor, Take 
 
 
 def plain_forward(module: nn.Module, cast: Callable[[Any, torch.dtype | None], Any]) -> Callable[..., Any]:
-    """Return a forward of a FullyShardedDataParallel that only casts inputs as it does, and calls what it wraps."""
+    """Return a forward for a FullyShardedDataParallel that only casts inputs, and calls the module that it wraps."""
     return partial(_plain_forward, module, cast)
 
 

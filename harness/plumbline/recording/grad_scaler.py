@@ -1,4 +1,4 @@
-"""What a GradScaler does with an optimizer: it scales its gradients, and skips its step where they are not finite."""
+"""Follows GradScalers, which scale the gradients of an optimizer, and skip its step if they are not finite."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from plumbline.recording.patching import wrap_overrides
 from plumbline.recording.pause import is_paused
 
 AroundStep = Callable[[Any, Optimizer, Callable[[], Any]], Any]
-"""Takes a scaler, an optimizer and the scaler's step, which may skip the optimizer's; returns what the step returns."""
+"""Called with a scaler, an optimizer and the scaler's step, which may skip the optimizer's; returns the step's
+result."""
 
 
 def follow_scaled_steps(around: AroundStep) -> None:
-    """Call ``around`` in place of each step of an enabled GradScaler, or of a subclass, for the process's life.
+    """Call ``around`` in place of each step of an enabled GradScaler, or of a subclass, until patches are removed.
 
-    A step that calls its base class's is followed once, and none is while ``paused``.
+    A step that calls the step of its base class is followed once. No step is followed while ``paused``.
     """
     running = False
 
@@ -37,7 +38,7 @@ def follow_scaled_steps(around: AroundStep) -> None:
 
 
 def scale_left(optimizer: Optimizer) -> float:
-    """Return the factor in the gradients with which an optimizer steps: a fused one's kernel unscales them."""
+    """Return the scale that is left in the gradients of a step: the kernel of a fused optimizer unscales them."""
     return float(getattr(optimizer, "grad_scale", None) or 1.0)
 
 

@@ -1,6 +1,6 @@
-"""Optimizers that hold copies of a model's parameters, whole or in pieces: which piece of which parameter lies where.
+"""Optimizers with master weights, whole or partial copies of a model's parameters: which copy belongs to which entries.
 
-Mixed-precision trainers copy 16-bit weights to float32 ones, and ZeRO gives each rank a run of all weights.
+Mixed-precision trainers copy 16-bit weights to float32, and ZeRO gives each rank a contiguous range of all weights.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 MOST_STARTS = 4096
-"""Places in a parameter that are tried as the first one of a flat copy, which may begin inside of it."""
+"""The largest number of positions in a parameter that are tried as the beginning of a flat copy."""
 
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Entries of a model's parameter, from ``start`` on, that an optimizer's parameter holds from ``offset`` on.
+    """Entries of a model's parameter, from ``start`` on, that the optimizer's ``master`` holds from ``offset`` on.
 
-    ``part`` counts the sets of parameters with which the optimizer steps one after the other: DeepSpeed's engine steps
-    once for each group.
+    ``part`` numbers the sets of parameters that the optimizer steps one after another: DeepSpeed's engine steps once
+    for each group.
     """
 
     parameter: Tensor
@@ -33,11 +33,11 @@ class Piece:
     part: int = 0
 
     def of(self, values: Tensor) -> Tensor:
-        """Return this piece of what has the shape of the optimizer's parameter, such as its gradient."""
+        """Return this piece of ``values``, which has the shape of ``master``, such as its gradient."""
         return values.reshape(-1).narrow(0, self.offset, self.length)
 
     def within(self, parameters: Sequence[Tensor]) -> Piece:
-        """Return the piece as it lies in one of ``parameters``, if ``master`` is only a view of that."""
+        """Return the piece with one of ``parameters`` as its master, if ``master`` is only a view of that parameter."""
         for one in parameters:
             if one is not self.master and (begin := _start_in(one, self.master)) is not None:
                 return replace(self, master=one, offset=self.offset + begin)
@@ -45,7 +45,7 @@ class Piece:
 
     @property
     def model_weights(self) -> Tensor:
-        """The weights with which this rank's model computes."""
+        """The weights of this piece with which the model on this rank computes."""
         sharded: Any = self.parameter
         own: Tensor | None = getattr(sharded, "ds_tensor", None)
         if own is None:
@@ -55,15 +55,15 @@ class Piece:
 
     @property
     def distance(self) -> float:
-        """How far the model's weights are from the optimizer's, relative to their length."""
+        """The distance of the model's weights from the master weights, relative to the norm of the master weights."""
         master = self.of(self.master.detach()).double()
         return float((self.model_weights.double() - master).norm() / master.norm().clamp_min(1e-30))
 
     @property
     def off_master(self) -> float:
-        """How far the model's weights are from the optimizer's, where they are not the nearest numbers of their dtype.
+        """The largest error of a model weight that is not the nearest number of its dtype to its master weight.
 
-        It is relative to the optimizer's weight, and the largest of all entries; 0 if each is the nearest number.
+        It is relative to the master weight; 0 if every weight is the nearest number.
         """
         weights, master = self.model_weights, self.of(self.master.detach())
         if _is_copy(weights, master):
@@ -74,29 +74,29 @@ class Piece:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the model computes with other weights than those that the optimizer updates, rounded."""
+        """Whether the model's weights differ from the rounded master weights."""
         return not _is_copy(self.model_weights, self.of(self.master.detach()))
 
 
 def shape_of(parameter: Tensor) -> torch.Size:
-    """Return the shape of a parameter, of the whole one where DeepSpeed's ZeRO 3 shards it."""
+    """Return the shape of a parameter; the full shape if DeepSpeed's ZeRO 3 shards it."""
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def pieces_of(model: Sequence[Tensor], masters: Sequence[Tensor], *, guess: bool = False) -> list[Piece]:
-    """Return the pieces of a model's parameters that an optimizer holds: views, by DeepSpeed's own maps, or by values.
+    """Return the pieces of a model's parameters that an optimizer holds, from views, DeepSpeed's maps, or values.
 
     Args:
         model: parameters of the model that are in no optimizer.
         masters: the parameters of an optimizer, none of which is the model's.
-        guess: whether parameters of equal values, as of zeros, may be told apart by their order. After a step they have
-            other values.
+        guess: whether parameters with equal values, such as zeros, may be matched by their order. After a step their
+            values differ.
     """
     if views := _views(model, masters):
         return views
     known = list(_of_deepspeed(model, masters))
     if known and not any(one.is_stale for one in known):
-        return known  # they are wrong where gradients are divided in another order, or the weights are stale
+        return known  # else gradients are divided in another order, or the weights are stale
     found = _whole_copies(model, masters) or _flat_copies(model, masters)
     if not guess and not _is_certain(model, found):
         return []
@@ -106,11 +106,11 @@ def pieces_of(model: Sequence[Tensor], masters: Sequence[Tensor], *, guess: bool
 
 
 def likely_pieces(model: Sequence[Tensor], masters: Sequence[Tensor]) -> list[Piece]:
-    """Return pieces that are whole parameters: of equal values if there are such, of equal shapes otherwise.
+    """Match each master to a whole parameter with equal values or, if there is none, with the same shape.
 
-    Several that may be meant, such as biases of zeros, are taken in the model's order. Optimizers order parameters by
-    group, and the model's order remains in each; it is reversed where most of the others are. Nothing is returned if
-    shapes differ.
+    If several parameters match, such as biases of zeros, they are taken in the model's order. Optimizers order
+    parameters by group, and keep the model's order within a group. The order is reversed if most of the other matches
+    are in reversed order. The result is empty if shapes do not match.
     """
     left = list(range(len(model)))
     found: dict[int, int] = {}
@@ -133,7 +133,7 @@ def likely_pieces(model: Sequence[Tensor], masters: Sequence[Tensor]) -> list[Pi
 
 
 def _is_certain(model: Sequence[Tensor], pieces: Sequence[Piece]) -> bool:
-    """Return whether no piece may be one of another parameter: values, or the pieces beside it, say which it is."""
+    """Return whether no piece can belong to another parameter, judging by its values or by the adjacent pieces."""
     constant = [_is_constant(one.model_weights) for one in pieces]
     numbers = {id(one): number for number, one in enumerate(model)}
     order = [numbers[id(one.parameter)] for one in pieces]
@@ -167,7 +167,7 @@ def _of_deepspeed(model: Sequence[Tensor], masters: Sequence[Tensor]) -> Iterato
 
 
 def _views(model: Sequence[Tensor], masters: Sequence[Tensor]) -> list[Piece]:
-    """Return the pieces of masters that are all views of the model's parameters, as Megatron's distributed ones."""
+    """Return the pieces if all masters are views of the model's parameters, as in Megatron's distributed optimizer."""
     pieces = []
     for master in masters:
         places = ((one, _start_in(one, master)) for one in model)
@@ -179,7 +179,7 @@ def _views(model: Sequence[Tensor], masters: Sequence[Tensor]) -> list[Piece]:
 
 
 def _start_in(whole: Tensor, part: Tensor) -> int | None:
-    """Return the entry of ``whole`` at which ``part`` begins, which is a view of some of its entries; None if not."""
+    """Return the entry of ``whole`` at which its view ``part`` begins; None if it is no such view."""
     if whole.dtype != part.dtype or not part.numel() or not (whole.is_contiguous() and part.is_contiguous()):
         return None
     start = int(part.storage_offset()) - int(whole.storage_offset())
@@ -195,7 +195,7 @@ def _is_copy(weights: Tensor, master: Tensor) -> bool:
 
 
 def _whole_copies(model: Sequence[Tensor], masters: Sequence[Tensor]) -> list[Piece]:
-    """Return pieces that are whole parameters, which have the shapes and the values of masters."""
+    """Return pieces that are whole parameters with the shapes and the values of the masters."""
     left = list(range(len(model)))
     pieces = []
     last = -1
@@ -214,12 +214,12 @@ def _is_whole_copy(weights: Tensor, master: Tensor) -> bool:
 
 
 def _nearest(numbers: Sequence[int], last: int) -> list[int]:
-    """Return numbers of parameters, first those beside the last one."""
+    """Return the numbers of parameters, those next to ``last`` first."""
     return sorted(numbers, key=lambda number: (number != last + 1, number != last - 1, number))
 
 
 def _flat_copies(model: Sequence[Tensor], masters: Sequence[Tensor]) -> list[Piece]:
-    """Return pieces of flat masters, each of which has one parameter after the other."""
+    """Return pieces of flat masters, each of which concatenates parameters."""
     flat = [one.detach().reshape(-1) for one in model]
     found: list[Piece] = []
     for master in masters:
@@ -231,11 +231,11 @@ def _flat_copies(model: Sequence[Tensor], masters: Sequence[Tensor]) -> list[Pie
 
 
 Run = tuple[int, int, int, int]
-"""The number of a parameter, the first entry of it, how many follow, and where they lie in the flat master."""
+"""The number of a parameter, its first entry, the number of entries, and their offset in the flat master."""
 
 
 def _runs(flat: Sequence[Tensor], master: Tensor) -> list[Run]:
-    """Return which runs of parameters make up a flat master: all of its entries but zeros between."""
+    """Return the runs of parameters that make up a flat master, apart from zeros between them; else an empty list."""
     for number, values in enumerate(flat):
         starts = (values == master[:1].to(values.dtype)).nonzero().flatten().tolist() if master.numel() else []
         for start in starts[:MOST_STARTS]:
@@ -248,7 +248,7 @@ def _runs(flat: Sequence[Tensor], master: Tensor) -> list[Run]:
 
 
 def _followed(flat: Sequence[Tensor], master: Tensor, first: Run) -> list[Run]:
-    """Return the runs that follow the first one, those of the next parameter or of the one before it if they fit."""
+    """Return ``first`` and the runs after it, in adjacent parameters if they fit; an empty list if none fits."""
     runs, left = [first], [number for number in range(len(flat)) if number != first[0]]
     while (offset := runs[-1][3] + runs[-1][2]) < master.numel():
         order = _nearest(left, runs[-1][0])
@@ -264,12 +264,12 @@ def _followed(flat: Sequence[Tensor], master: Tensor, first: Run) -> list[Run]:
 
 
 def _fits(values: Tensor, master: Tensor) -> int:
-    """Return how many entries of a flat master begin with those of a parameter: all of the shorter one, or none."""
+    """Return how many leading entries a parameter and a flat master share: all of the shorter one, or 0."""
     size = min(values.numel(), master.numel())
     return size if _is_copy(values[:1], master[:1]) and _is_copy(values[:size], master[:size]) else 0
 
 
 def _zeros(values: Tensor) -> int:
-    """Return how many zeros values begin with."""
+    """Return the number of leading zeros."""
     others = values.nonzero()
     return int(others[0]) if len(others) else values.numel()

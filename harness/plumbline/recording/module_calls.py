@@ -1,4 +1,4 @@
-"""``torch.nn.Module.__call__`` while calls are followed, in such a way that compiled code sees no difference."""
+"""Replaces ``torch.nn.Module.__call__`` while calls are followed, without changing how code is compiled."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 from torch import nn
 
 Run = Callable[..., Any]
-"""``torch.nn.Module.__call__`` as it was."""
+"""The original ``torch.nn.Module.__call__``."""
 
 Called = Callable[[Run, nn.Module, "tuple[Any, ...]", "dict[str, Any]"], Any]
 """Runs a module with ``run(module, *args, **kwargs)`` and returns its output."""
 
 
 class ModuleCalls:
-    """Sends the calls of modules through ``called``, except inside of regions that TorchDynamo compiles.
+    """Routes the calls of modules through ``called``, except inside of regions that TorchDynamo compiles.
 
-    TorchDynamo traces modules whose ``__call__`` is the one that it knows in another way than others, so that it is
-    told to know this one instead; and it neither traces nor guards the function that stands in its place.
+    TorchDynamo treats modules with the original ``__call__`` specially, so it is made to take the replacement for the
+    original. It neither traces nor guards the replacement.
     """
 
     def __init__(self, called: Called) -> None:
@@ -36,11 +36,11 @@ class ModuleCalls:
         _leave_uncompiled(_is_evaluated_by_dynamo)
 
     def install(self) -> None:
-        """Put the function in the place of ``Module.__call__``."""
+        """Replace ``Module.__call__``."""
         self._replace(self._original, self._own)
 
     def remove(self) -> None:
-        """Put ``Module.__call__`` back, unless somebody else has replaced it since."""
+        """Restore ``Module.__call__``, unless other code has replaced it since."""
         self._replace(self._own, self._original)
 
     @staticmethod
@@ -54,7 +54,7 @@ class ModuleCalls:
 
 
 def _is_evaluated_by_dynamo() -> bool:
-    """Return whether TorchDynamo looks at each function that is called here, and may compile it."""
+    """Return whether TorchDynamo evaluates each function that is called now, and may compile it."""
     dynamo: Any = torch._C._dynamo.eval_frame
     if hasattr(dynamo, "get_eval_frame_callback"):
         callback = dynamo.get_eval_frame_callback()
@@ -65,7 +65,7 @@ def _is_evaluated_by_dynamo() -> bool:
 
 
 def _leave_uncompiled(function: Any) -> None:
-    """Tell TorchDynamo to run a function as it is, and to go on looking at what it calls."""
+    """Tell TorchDynamo to skip a function, but to evaluate the functions that it calls."""
     dynamo: Any = torch._C._dynamo.eval_frame  # torch._dynamo has the same, but takes a second to import
     if hasattr(dynamo, "skip_code"):  # before torch 2.7
         dynamo.skip_code(function.__code__)

@@ -1,4 +1,4 @@
-"""What an observer of a training is: it notes facts while the user's script runs, and changes nothing."""
+"""The base class of observers, which note facts while the user's script runs, and change nothing."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch.optim.optimizer import Optimizer
 from plumbline.recording.pause import is_paused
 
 Facts = dict[str, Any]
-"""What an observer noted, as JSON values, by the observer's name."""
+"""Noted facts by name, as JSON values."""
 
 
 class Observer:
-    """Notes facts about a training. Every method may be left out; all are called on the thread that trains.
+    """Notes facts about a training. All methods are optional, and are called on the thread that trains.
 
-    ``name`` is the key of its facts in a step's and in the process's evidence. Between ``start`` and ``stop`` steps are
-    recorded; before and after nothing may cost time. An exception in an ``essential`` observer ends recording, one in
-    another observer ends only its own notes; the script goes on.
+    ``name`` is the key of the observer's facts in the evidence of a step and of the process. Steps are recorded between
+    ``start`` and ``stop``; at other times an observer must cost no time. An exception in an ``essential`` observer ends
+    recording; in another observer, it ends only the notes of that observer. The script continues.
     """
 
     name: str
@@ -28,30 +28,30 @@ class Observer:
 
     @property
     def attends(self) -> bool:
-        """Whether what runs now is the script's, and notes are taken of it."""
+        """Whether the script itself is running, and is being recorded."""
         return self.recording and not is_paused()
 
     def install(self) -> None:
-        """Called once, as soon as torch is imported and before the script uses it: the place for lasting patches."""
+        """Install lasting patches. This is called once, after torch is imported and before the script uses it."""
 
     def found(self, one: Any) -> None:
-        """Something is there that the script has made before recording was installed: ``one`` is of any type."""
+        """The script has created ``one``, an object of any type, before recording was installed."""
 
     def optimizer_made(self, optimizer: Optimizer) -> None:
-        """The script has made an optimizer, or steps with one whose making was not seen, recorded or not."""
+        """The script has created an optimizer, or steps one whose creation was not seen, recorded or not."""
 
     def first_step(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to take its first step of all, recorded or not."""
+        """An optimizer is about to take its very first step, recorded or not."""
 
     def start(self) -> None:
-        """Recording begins: it may be in the middle of a script, between two optimizer steps."""
+        """Recording begins, perhaps in the middle of a script, between two optimizer steps."""
         self.recording = True
 
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An outermost module that holds parameters is called, with gradients enabled."""
 
     def forward_ends(self) -> None:
-        """The call of the module that began last has returned."""
+        """The most recent call of an outermost module has returned."""
 
     def runs_again(self, module: nn.Module) -> None:
         """A backward pass runs a module of a recorded forward again, as checkpoints do."""
@@ -60,20 +60,20 @@ class Observer:
         """The backward pass with this number begins, at these tensors."""
 
     def backward_ends(self, number: int) -> Facts | None:
-        """The backward pass with this number has ended; what is returned becomes part of its facts."""
+        """The backward pass with this number has ended; the returned facts are added to its facts."""
         return None
 
     def before_replay(self, call: Any, exact: Any, native: Any) -> None:
         """A recorded call is about to be replayed, before its optimizer steps.
 
-        ``exact`` and ``native`` hold what stands for parameters in the two precisions of replays.
+        ``exact`` and ``native`` have the copies of parameters for replays in the two precisions.
         """
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to step: gradients and weights are those with which it steps."""
+        """An optimizer is about to step, with the current gradients and weights."""
 
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
-        """An optimizer has stepped, or the GradScaler has skipped it; what is returned are the step's facts."""
+        """An optimizer has stepped, or the GradScaler has skipped it; the returned facts are the step's."""
         return None
 
     def stop(self) -> None:
@@ -85,7 +85,7 @@ class Observer:
         return None
 
     def after_recording(self, write: Callable[[], None]) -> None:
-        """The recorded steps are written, and the script goes on.
+        """The recorded steps have been written, and the script continues.
 
         An observer that still watches calls ``write`` whenever its final facts have changed.
         """

@@ -1,4 +1,4 @@
-"""Tells observers of what happens, and keeps the errors of those that nothing depends on to themselves."""
+"""Notifies observers of events, and isolates the errors of observers that are not essential."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from plumbline.recording.observer import Facts, Observer
 
 
 class Observers:
-    """Several observers, which are told of each event in their order.
+    """Several observers, which are notified of each event in order.
 
-    An exception in an ``essential`` one is raised when all have been told. Any other observer that raises is told of
-    nothing more but ``stop``, and its final facts say why, as ``error``.
+    An exception in an ``essential`` observer is raised after all have been notified. Any other observer that raises is
+    notified of nothing more except ``stop``, and its final facts give the reason as ``error``.
     """
 
     def __init__(self, observers: Sequence[Observer]) -> None:
@@ -19,11 +19,11 @@ class Observers:
         self._errors: dict[str, str] = {}
 
     def tell(self, event: Callable[[Observer], Facts | None]) -> Facts:
-        """Call a method on each observer that is well; return what they noted, by their names."""
+        """Call a method on each observer that has not raised; return their facts by the observers' names."""
         return self._tell([one for one in self._observers if one.name not in self._errors], event)
 
     def stop(self) -> None:
-        """End recording, also of observers that have raised: they let go of what they hold."""
+        """End recording, also for observers that have raised, so that they release what they hold."""
         self._tell(self._observers, lambda one: one.stop())
 
     def final_facts(self, names: Collection[str] | None = None) -> Facts:

@@ -15,13 +15,13 @@ from plumbline.recording.patching import undone_by
 from plumbline.recording.pause import is_paused
 
 _STEPS_IN = Optimizer.profile_hook_step.__code__.co_filename
-"""The file of the function around every optimizer's step, which calls the hooks."""
+"""The file of the wrapper of every optimizer's ``step``, which calls the hooks."""
 
 
 class StepListener(Protocol):
-    """Is told of each step. ``gradients_ready``: the gradients are those with which the optimizer steps.
+    """Is notified of each step. ``gradients_ready``: the gradients are final for this step.
 
-    A step with a closure has them each time that the closure has run.
+    If a step has a closure, it is called after each run of the closure.
     """
 
     def step_begins(self, optimizer: Optimizer, *, has_closure: bool) -> None: ...
@@ -32,10 +32,10 @@ class StepListener(Protocol):
 
 
 class OptimizerSteps:
-    """Tells a listener of the steps of optimizers, from ``install`` until the process ends, and not while ``paused``.
+    """Notifies a listener of optimizer steps from ``install`` on, except while ``paused``.
 
-    If an optimizer wraps another one, the listener is told of the outer step alone. ``begun`` counts both. Of a
-    container, it is told of the steps of the optimizers in it.
+    If an optimizer wraps another one, the listener is notified only of the outer step. ``begun`` counts both. If an
+    optimizer is a container, the listener is notified of the steps of the optimizers in it.
     """
 
     def __init__(self, listener: StepListener) -> None:
@@ -44,7 +44,7 @@ class OptimizerSteps:
         self.begun = 0
 
     def install(self, *, outside_graphs: bool = False) -> None:
-        """Register the hooks. None is removed inside of a step: torch walks through all hooks while one of them runs.
+        """Register the hooks. They are never removed inside of a step, because torch iterates over all hooks there.
 
         ``outside_graphs`` keeps them outside of the graph of a compiled step, which costs 2 µs per step.
         """
@@ -53,7 +53,7 @@ class OptimizerSteps:
         undone_by(register_optimizer_step_post_hook(wrap(lambda *args: self.after(*args))).remove)
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Note the beginning of a step; return its arguments if it has a closure, which is then followed."""
+        """Note the beginning of a step. If it has a closure, return arguments with a closure that is followed."""
         if is_paused() or is_container(optimizer) or not self._enter(optimizer):
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -67,7 +67,7 @@ class OptimizerSteps:
             self._listener.gradients_ready(optimizer)
             return loss
 
-        # Lightning computes the gradients in there.
+        # Lightning computes the gradients in the closure.
         return ((args[0], followed, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": followed})
 
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -77,7 +77,7 @@ class OptimizerSteps:
     def _enter(self, optimizer: Optimizer) -> bool:
         """Return whether the step that begins is the outermost one."""
         self.begun += 1
-        if self._running:  # or they have raised, of which no hook is told
+        if self._running:  # or these steps have raised, which calls no hook
             on_stack = _stepping()
             self._running = [one for one in self._running if any(one is other for other in on_stack)]
         self._running.append(optimizer)
@@ -91,7 +91,7 @@ class OptimizerSteps:
 
 
 def _stepping() -> list[object]:
-    """Return the optimizers whose steps are on the stack of this thread, without the one that begins."""
+    """Return the optimizers whose steps are on the stack of this thread, except the step that begins."""
     found: list[object] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

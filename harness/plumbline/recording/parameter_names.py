@@ -12,14 +12,14 @@ from plumbline.recording.parameters import parameters_of
 
 
 class ParameterNames:
-    """Knows a parameter's name by the first module that holds it; further modules' classes are put in front.
+    """Names parameters by the first of ``roots`` that holds them.
 
-    ``roots`` are these modules.
+    Names in any root but the first begin with the name of the root's class.
     """
 
     def __init__(self, *roots: nn.Module) -> None:
         self.roots: list[nn.Module] = []
-        self._named: dict[int, tuple[str, Tensor]] = {}  # by id, which is the tensor's as long as this holds it
+        self._named: dict[int, tuple[str, Tensor]] = {}  # by id, which is unique as long as the tensor is kept
         for root in roots:
             self.add(root)
 
@@ -31,7 +31,7 @@ class ParameterNames:
         self._name_those_of(root)
 
     def refresh(self) -> None:
-        """Name the parameters that modules were given after they were added, such as adapters."""
+        """Name parameters that were added to the modules later, such as adapters."""
         for root in self.roots:
             self._name_those_of(root)
 
@@ -45,8 +45,8 @@ class ParameterNames:
     def known(self, parameters: Sequence[Tensor]) -> list[str | None]:
         """Return the names of parameters, None for one that no module holds.
 
-        Where no module holds any of them, they may be master weights: other tensors with the shapes of all parameters
-        of the modules, in their order. They have the names of these.
+        If no module holds any of them, they may be master weights: other tensors with the shapes of all parameters of
+        the modules, in the same order. Then they get the names of those parameters.
         """
         own = list(self._named.values())
         if not any(map(self.knows, parameters)) and [p.shape for p in parameters] == [p.shape for _, p in own]:
@@ -54,7 +54,7 @@ class ParameterNames:
         return [self._name(parameter) for parameter in parameters]
 
     def of(self, optimizer: Optimizer) -> list[str]:
-        """Return the names of an optimizer's parameters; one that no module holds is called by its place."""
+        """Return the names of an optimizer's parameters; one that no module holds is named by its position."""
         made: list[str] = []
         for place, parameter in enumerate(parameters_of(optimizer)):
             name = self._name(parameter) or f"{type(optimizer).__name__} parameter {place}"
@@ -62,7 +62,7 @@ class ParameterNames:
         return made
 
     def of_one(self, parameter: Tensor) -> str:
-        """Return the name of a parameter, its shape where no module holds it."""
+        """Return the name of a parameter, or its shape if no module holds it."""
         return self._name(parameter) or f"a parameter of shape {tuple(parameter.shape)}"
 
     def _name_those_of(self, root: nn.Module) -> None:

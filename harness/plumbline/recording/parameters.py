@@ -1,4 +1,4 @@
-"""The parameters of an optimizer: their order, which numbers them, and when an optimizer is given some."""
+"""The parameters of an optimizer: their order, which numbers them, and when parameters are added."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def is_container(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer only holds others, in a list, that update all of its parameters."""
+    """Return whether an optimizer only contains a list of others that update all of its parameters."""
     for value in vars(optimizer).values():
         if isinstance(value, (list, tuple)) and value and all(isinstance(one, Optimizer) for one in value):
             inner = {id(parameter) for one in value for parameter in parameters_of(one)}
@@ -29,7 +29,7 @@ def is_container(optimizer: Optimizer) -> bool:
 
 
 class RegisteredParameters:
-    """Notes what ``now`` returns when a module is given a parameter: an adapter, or in place of another."""
+    """Notes the result of ``now`` whenever a parameter is registered in a module: a new one, or a replacement."""
 
     def __init__(self, now: Callable[[], int]) -> None:
         self._now = now
@@ -37,7 +37,7 @@ class RegisteredParameters:
         undone_by(register_module_parameter_registration_hook(self._note).remove)
 
     def when(self, parameter: Tensor) -> int:
-        """Return what was noted of a parameter, 0 if nothing was."""
+        """Return what was noted for a parameter, 0 if nothing was."""
         known, when = self._known.get(id(parameter), (None, 0))
         return when if known is not None and known() is parameter else 0
 
@@ -47,7 +47,7 @@ class RegisteredParameters:
 
 
 def follow_added_parameters(added: Callable[[Optimizer], None]) -> None:
-    """Call ``added`` with each optimizer that is made, and again with one that is given further groups, for good."""
+    """Call ``added`` with each optimizer when it is created, and when it gets another parameter group."""
 
     def around(add: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         add(optimizer, *args, **kwargs)

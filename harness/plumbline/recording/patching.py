@@ -1,4 +1,4 @@
-"""Puts a function around another one, for good or until it is taken back."""
+"""Wraps functions permanently, or until the patches are removed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 Around = Callable[..., Any]
-"""Takes the original function, then its arguments, and returns what the original returns."""
+"""Called with the original function and its arguments; returns the result."""
 
 
 def attempt(note: Callable[..., T], *args: Any) -> T | None:
-    """Call what takes a note inside of a function of the script's: if that fails, it returns None, and is not noted."""
+    """Call ``note`` inside of a function of the script. If it raises, return None, so that the script continues."""
     try:
         return note(*args)
     except Exception:
@@ -23,9 +23,9 @@ def attempt(note: Callable[..., T], *args: Any) -> T | None:
 
 
 class Patches:
-    """What is replaced and registered between ``open`` and ``close``, which takes it back.
+    """Collects replacements and registrations between ``open`` and ``close``, which undoes them.
 
-    Of several that are open, the one that was opened last collects.
+    If several are open, the one that was opened last collects.
     """
 
     def __init__(self) -> None:
@@ -33,11 +33,11 @@ class Patches:
         self._functions: list[tuple[Any, Any]] = []
 
     def open(self) -> None:
-        """Collect from now on."""
+        """Start collecting."""
         _OPEN.append(self)
 
     def close(self) -> None:
-        """Collect no more, and put back what is still in place, the last one first; again, it does nothing."""
+        """Stop collecting, and undo what is still in place, last first. Another call does nothing."""
         if self in _OPEN:
             _OPEN.remove(self)
         while self._undo:
@@ -46,13 +46,13 @@ class Patches:
         self._functions.clear()
 
     def add(self, undo: Callable[[], None], *replaced: Any) -> None:
-        """Call ``undo`` at the end. ``replaced``: a function, and the one that stands in its place."""
+        """Call ``undo`` in ``close``. ``replaced``: a function, and its replacement."""
         self._undo.append(undo)
         if replaced and isinstance(replaced[0], FunctionType):
             self._functions.append((replaced[0], replaced[1]))
 
     def replace_imported(self) -> None:
-        """Replace the functions also where modules have imported them by name."""
+        """Replace the functions also in modules that have imported them by name."""
         _exchange_imported({id(old): (old, new) for old, new in self._functions})
 
 
@@ -61,9 +61,9 @@ _ABSENT = object()
 
 
 def _exchange_imported(functions: Mapping[int, tuple[Any, Any]]) -> None:
-    """Put one function in the place of another in all modules, by the other one's id.
+    """Replace functions in all modules; ``functions`` has the old and the new one by the id of the old one.
 
-    Not in those of torch: where everything is patched before a script runs, they have the original, too.
+    Modules of torch are left alone, as they keep the original if everything is patched before a script runs, too.
     """
     for module in list(sys.modules.values()):
         if isinstance(module, ModuleType) and module.__name__.partition(".")[0] not in ("torch", "plumbline"):
@@ -74,13 +74,13 @@ def _exchange_imported(functions: Mapping[int, tuple[Any, Any]]) -> None:
 
 
 def replace(owner: Any, name: str, new: Any) -> None:
-    """Set ``owner.name``, of a module or class: for good, or until open patches are closed."""
+    """Set ``owner.name`` of a module or class, permanently or until open patches are closed."""
     old, seen = vars(owner).get(name, _ABSENT), getattr(owner, name, None)
     setattr(owner, name, new)
 
     def put_back() -> None:
         if vars(owner).get(name, _ABSENT) is not new:
-            return  # somebody else has replaced it since
+            return  # other code has replaced it since
         if old is _ABSENT:
             delattr(owner, name)
         else:
@@ -91,14 +91,14 @@ def replace(owner: Any, name: str, new: Any) -> None:
 
 
 def _at_work(function: Any) -> Any:
-    """Return a function, or what lies below it if it was put around that and is detached by now."""
+    """Return a function or, if it is a detached wrapper, the function that it wraps."""
     while hasattr(function, "plumbline_original"):
         function = function.plumbline_original
     return function
 
 
 def undone_by(undo: Callable[[], None]) -> None:
-    """Call ``undo`` when open patches are closed; where none are open, never."""
+    """Call ``undo`` when open patches are closed, or never if none are open."""
     for patches in _OPEN[-1:]:
         patches.add(undo)
 
@@ -106,7 +106,7 @@ def undone_by(undo: Callable[[], None]) -> None:
 def wrap(owner: Any, name: str, around: Around) -> None:
     """Replace ``owner.name`` by a function that calls ``around`` with the original and the arguments.
 
-    Where there is no such name, nothing happens: versions of torch differ.
+    Do nothing if there is no such name: versions of torch differ.
     """
     original = getattr(owner, name, None)
     if original is None:
@@ -124,7 +124,7 @@ def wrap(owner: Any, name: str, around: Around) -> None:
 
     @functools.wraps(original)
     def detachable(*args: Any, **kwargs: Any) -> Any:
-        # Somebody may have kept it, or put another function around it: it outlives what it was made for.
+        # Other code may have stored or wrapped this function, so it may outlive its patches.
         return arounds[0](original, *args, **kwargs) if arounds else original(*args, **kwargs)
 
     def detach() -> None:
@@ -136,9 +136,10 @@ def wrap(owner: Any, name: str, around: Around) -> None:
 
 
 def wrap_overrides(base: Any, name: str, around: Around) -> None:
-    """Wrap a method of a class and of all its subclasses that have their own, those still to come included.
+    """Wrap a method of a class, and of all present and future subclasses that override it.
 
-    A method that calls its base class's is seen twice: ``around`` has to know which call is the outermost.
+    If an override calls the method of its base class, ``around`` sees both calls, and has to know which is the
+    outermost.
     """
     for one in _classes(base):
         if name in vars(one):

@@ -1,4 +1,4 @@
-"""Hooks ask here whether they run on behalf of the script: what a replay does is not part of the training."""
+"""Tells hooks whether the script is running, or for example a replay, which is not part of the training."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def paused() -> Iterator[None]:
 
 
 def is_paused() -> bool:
-    """Return whether this runs inside of ``paused``, or while a CUDA graph is captured, which reading breaks."""
+    """Return whether recording is ``paused``, or a CUDA graph is being captured, which reading tensors would break."""
     cuda: Any = torch.cuda
     return _DEPTH[0] > 0 or (cuda.is_initialized() and cuda.is_current_stream_capturing())

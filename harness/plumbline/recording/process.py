@@ -14,7 +14,7 @@ _FIRST_PRIORITY = 1000
 
 
 def rank_and_world() -> tuple[int, int] | None:
-    """Return the rank of this process and the size of the world, None where there is no process group."""
+    """Return the rank of this process and the size of the world, None if there is no process group."""
     group = torch.distributed
     return (group.get_rank(), group.get_world_size()) if group.is_available() and group.is_initialized() else None
 
@@ -25,9 +25,9 @@ def follow_processes(
     """Follow the end of this process, and processes that are forked from it.
 
     Args:
-        ends: called when this process ends, or one that was forked from it, before anything is shut down; maybe twice.
+        ends: called before anything is shut down when this process, or one that was forked from it, ends; maybe twice.
         forked: called in a process that was just forked.
-        begins: called where multiprocessing begins to run a forked process.
+        begins: called in a forked process when multiprocessing begins to run it.
     """
 
     def began(_: object = None) -> None:

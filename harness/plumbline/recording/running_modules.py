@@ -12,7 +12,7 @@ from torch import nn
 from plumbline.recording.patching import attempt
 
 Ended = Callable[["tuple[Any, ...]", Any], None]
-"""Takes the arguments of a call and its output."""
+"""Called with the positional arguments of a call and its output."""
 
 
 @dataclass(eq=False)
@@ -37,7 +37,7 @@ def running_modules() -> tuple[RunningModule, ...]:
 
 
 def run_noted(run: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a module as one of those that ``running_modules`` returns."""
+    """Run a module; ``running_modules`` includes it meanwhile."""
     one = RunningModule(module)
     _THREAD.running.append(one)
     try:

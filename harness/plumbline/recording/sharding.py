@@ -1,4 +1,4 @@
-"""Parameters that are sharded over ranks: which they are, where their gradients arrive, and their whole tensors."""
+"""Parameters that are sharded over ranks: how to recognize and gather them, and where their gradients arrive."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from plumbline.recording.flat_sharding import flat_units, part_of
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return the whole of a DTensor, which all its ranks have to ask for; another tensor as it is."""
+    """Return a DTensor gathered, for which all its ranks must call this, and any other tensor unchanged."""
     gather = getattr(tensor, "full_tensor", None)
     return tensor if gather is None else gather()
 
@@ -27,10 +27,10 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def laid_out_as(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """Return a DTensor's gradient with the layout of the parameter; all ranks that hold it have to ask.
+    """Return a DTensor's gradient with the placements of the parameter. All ranks that hold it must call this.
 
-    Where the forward divides the rows, torch leaves in ``.grad`` a sum that is not added up yet (``Partial``), and the
-    optimizer's own operations add it up.
+    If the forward shards the rows, torch leaves an unreduced sum (``Partial``) in ``.grad``, which the optimizer's own
+    operations reduce.
     """
     if not is_laid_out_otherwise(gradient, parameter):
         return gradient
@@ -40,7 +40,7 @@ def laid_out_as(gradient: Tensor, parameter: Tensor) -> Tensor:
 
 
 def distributed(values: Tensor, mesh: Any, placements: Any) -> Tensor:
-    """Return a whole tensor, which every rank of a mesh has, as a DTensor; all of them have to ask."""
+    """Return a whole tensor, which every rank of a mesh has, as a DTensor. All of them must call this."""
     distribute = dtensors().distribute_tensor
     known = inspect.signature(distribute).parameters
     own_values = {"src_data_rank": None} if "src_data_rank" in known else {}  # torch 2.6 sends one rank's to all
@@ -55,26 +55,26 @@ def dtensors() -> Any:
 
 
 def is_laid_out_otherwise(gradient: Tensor, parameter: Tensor) -> bool:
-    """Return whether both are DTensors, but the ranks hold other parts of the gradient than of the parameter."""
+    """Return whether both are DTensors, and their placements differ."""
     placements, own = getattr(gradient, "placements", None), getattr(parameter, "placements", None)
     return placements is not None and own is not None and tuple(placements) != tuple(own)
 
 
 def is_flat(parameter: Tensor) -> bool:
-    """Return whether FullyShardedDataParallel made a parameter: its gradient is not that of what the optimizer has."""
+    """Return whether a parameter is, or lies in, a flat one of FullyShardedDataParallel, at which gradients arrive."""
     return bool(getattr(parameter, "_is_flat_param", False) or getattr(parameter, "_fsdp_flattened", False))
 
 
 def is_data_parallel_shard(parameter: Tensor) -> bool:
-    """Return whether ranks with data of their own hold a parameter in parts, without the type to show it.
+    """Return whether data-parallel ranks hold shards of a parameter, although its type does not show it.
 
-    FullyShardedDataParallel does so, and ZeRO 3 of DeepSpeed, which marks parameters by ``ds_id``.
+    FullyShardedDataParallel does so, and DeepSpeed's ZeRO 3, which marks parameters by ``ds_id``.
     """
     return is_flat(parameter) or hasattr(parameter, "ds_id")
 
 
 def is_shard(tensor: Tensor) -> bool:
-    """Return whether this rank holds only a part of a tensor; a DTensor's part may be the whole of it."""
+    """Return whether this rank holds only a shard of a tensor; a DTensor's shard may be all of it."""
     if (part := part_of(tensor)) is not None:
         return part.unit.is_sharded
     placements = getattr(tensor, "placements", None) or ()
@@ -82,7 +82,7 @@ def is_shard(tensor: Tensor) -> bool:
 
 
 def is_replicated(tensor: Tensor, ranks: int = 0) -> bool:
-    """Return whether a DTensor says that each of its ranks, which are that many if given, holds all of it."""
+    """Return whether a tensor is a DTensor that is replicated over its mesh, which has ``ranks`` ranks if given."""
     placements, mesh = getattr(tensor, "placements", None), getattr(tensor, "device_mesh", None)
     if placements is None or mesh is None or (ranks and mesh.size() != ranks):
         return False
@@ -97,15 +97,15 @@ def arrival_leaves(roots: Iterable[nn.Module]) -> Iterator[tuple[Tensor, Tensor]
 
 
 def shards_of_fsdp2(roots: Iterable[nn.Module]) -> Iterator[Tensor]:
-    """Yield each parameter that ``fully_shard`` shards, also where it was never unsharded."""
+    """Yield each parameter that ``fully_shard`` shards, including those that were never unsharded."""
     return (one.sharded_param for one in _sharded(roots))
 
 
 def reduction_dtypes(roots: Iterable[nn.Module], *, accumulated: bool = False) -> dict[int, torch.dtype]:
-    """Return the dtype in which gradients are reduced over ranks, by the id of each parameter that is sharded.
+    """Return the dtype in which gradients are reduced over ranks, by the id of each sharded parameter.
 
-    The policy for mixed precision says it; by default it is the dtype in which the module computes. FSDP1 adds up in
-    the latter what is ``accumulated`` before it is reduced.
+    The mixed-precision policy sets it; the default is the dtype in which the module computes. FSDP1 accumulates
+    gradients in the latter before it reduces them: with ``accumulated``, the coarser one of both counts.
     """
     found = {id(one.sharded_param): one.reduce_dtype or one.param_dtype or one.orig_dtype for one in _sharded(roots)}
     for unit in (unit for root in roots for unit in flat_units(root)):
@@ -116,10 +116,10 @@ def reduction_dtypes(roots: Iterable[nn.Module], *, accumulated: bool = False) -
 
 
 def requested_divisors(roots: Iterable[nn.Module]) -> set[float]:
-    """Return by what scripts have FSDP2 divide sums of gradients, as multiples of the number of ranks.
+    """Return the divisors of summed gradients that scripts set in FSDP2, as multiples of the number of ranks.
 
-    A group of parameters may be reduced over fewer ranks than others, as experts are whose tokens already came from all
-    of them. So a factor of the script's own is a multiple of the ranks of the largest group.
+    Some groups of parameters may be reduced over fewer ranks than others, such as experts, whose tokens already came
+    from all ranks. So a divisor that the script sets is a multiple of the ranks of the largest group.
     """
     every = (group for root in roots for module in root.modules() for group in _groups(module))
     groups = [group for group in every if group.fsdp_params]
@@ -140,13 +140,13 @@ def _sharded(roots: Iterable[nn.Module]) -> Iterator[Any]:
 
 
 def holds_gradients_back(roots: Iterable[nn.Module]) -> bool:
-    """Return whether FSDP2 was told not to reduce gradients of any of these modules' parts."""
+    """Return whether FSDP2 was told not to reduce the gradients of some part of these modules."""
     groups = [group for root in roots for module in root.modules() for group in _groups(module)]
     return any(not (group.reduce_grads and group.all_reduce_grads) for group in groups)
 
 
 def _groups(module: nn.Module) -> list[Any]:
-    """Return the parameter groups of a module's FSDP state; none where it has no such state."""
+    """Return the parameter groups of a module's FSDP state; empty if it has no such state."""
     get_state: Any = getattr(module, "_get_fsdp_state", None)
     if get_state is None:
         return []

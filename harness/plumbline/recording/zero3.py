@@ -1,4 +1,4 @@
-"""Parameters that DeepSpeed's ZeRO 3 shards: each rank holds a run of their entries, and gathers them to compute."""
+"""Parameters that DeepSpeed's ZeRO 3 shards: each rank holds a range of their entries, and gathers them to compute."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def is_run(parameter: Tensor) -> bool:
 
 
 def held(parameter: Tensor) -> Tensor:
-    """Return what this rank keeps of a parameter: its run of the entries, a DTensor's shard, or all of it."""
+    """Return what this rank keeps of a parameter: its range of entries, a DTensor's shard, or all of it."""
     run = getattr(parameter, "ds_tensor", None)
     return local(parameter) if run is None else run
 
 
 def gathered(parameter: Tensor) -> Tensor:
-    """Return a copy of the whole of a parameter that ZeRO 3 shards, which all ranks have to ask for."""
+    """Return a gathered copy of a parameter that ZeRO 3 shards. All ranks must call this."""
     if parameter.numel() == getattr(parameter, "ds_numel", None):  # small ones are not released between the steps
         return parameter.detach().clone()
     zero: Any = sys.modules["deepspeed"].zero
@@ -36,6 +36,6 @@ def is_hook_of_zero(hook: Any) -> bool:
     decorated = getattr(hook, "__closure__", None) or ()  # DeepSpeed's decorators keep no names
     functions = [hook]
     for cell in decorated:
-        with suppress(ValueError):  # it is empty
+        with suppress(ValueError):  # the cell is empty
             functions.append(cell.cell_contents)
     return any(str(getattr(one, "__module__", "")).startswith("deepspeed.runtime.zero.") for one in functions)

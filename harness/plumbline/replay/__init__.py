@@ -1,4 +1,4 @@
-"""The calls of a training's modules, recorded and computed again in float64, which gives the exact local gradients.
+"""Records the module calls of a training and computes them again in float64, which gives exact local gradients.
 
-It runs on a rank. What an optimizer does with gradients, and what of them is kept, does not belong here.
+It runs on a rank. What an optimizer does with gradients, and which part of them is kept, does not belong here.
 """

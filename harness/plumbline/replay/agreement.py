@@ -1,4 +1,4 @@
-"""Whether a call is a function of what was recorded of it: its outputs against those of its replays."""
+"""Compares a call's outputs with those of its replays, to tell whether the recording determines the outputs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 SPREAD = 4.0
-"""Two results that differ by rounding alone are at most this many times as far apart as one of them is from the exact
-one: twice as far if both err as much, and twice that because a distance of few numbers varies."""
+"""Two results that differ only by rounding are at most this many times as far from each other as one of them is from
+the exact result: twice as far if both have the same error, and twice that because a distance over few numbers
+varies."""
 
 
 def distance(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
-    """Return the largest relative distance between outputs, infinite where only one of two is a number."""
+    """Return the largest relative distance between outputs; infinite if shapes or places of finite entries differ."""
     return max((_distance(a, b) for a, b in zip(ours, theirs, strict=True)), default=0.0)
 
 
@@ -27,11 +28,12 @@ def equal(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
 
 
 def reproduces(recorded: Sequence[Tensor], native: Sequence[Tensor], exact: Sequence[Tensor], eps: float) -> bool:
-    """Return whether a replay in the training's own precision gives what was recorded, up to rounding.
+    """Return whether a replay in the training's own precision gives the recorded outputs, up to rounding.
 
-    ``eps`` is the relative spacing of the coarsest precision that the call computes in. Compiled code and kernels that
-    are not deterministic round in other ways than the replay. How far that goes is measured: the replay rounds, too.
-    Where fewer than half of the digits are left, it is not rounding that is measured.
+    ``eps`` is the relative spacing of the coarsest precision that the call computes in. Compiled code and
+    non-deterministic kernels round differently from the replay. Their rounding noise is estimated by the distance
+    between the native and the exact replay. If fewer than half of the digits agree there, the distance is not rounding,
+    and the result is False.
     """
     if equal(recorded, native):
         return True

@@ -1,4 +1,4 @@
-"""Sends the calls of custom autograd functions through another one."""
+"""Routes the calls of custom autograd functions through a wrapper."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 import torch
 
 Applied = Callable[[Callable[..., Any], Any, "tuple[Any, ...]", "dict[str, Any]"], Any]
-"""Runs a function: it gets what runs it, the class, and the arguments, and returns its result."""
+"""A wrapper: it gets the original ``apply``, the function's class and the arguments, and returns the result."""
 
 
 _FOLLOWING: list[Applied] = []
 
 _FUNCTION: Any = torch.autograd.Function
 _IS_LOOKED_UP = isinstance(vars(_FUNCTION)["apply"], classmethod)
-"""Before torch 2.14, ``Function.apply`` is a function of Python that looks its base class's up at each call: a patch of
-that one reaches also an ``apply`` that a script has kept. Since then it is a builtin."""
+"""Before torch 2.14, ``Function.apply`` is a Python function that looks up its base class's ``apply`` at each call, so
+a patch of the base class also reaches an ``apply`` that a script has stored. Since then it is a builtin."""
 _PATCHED: Any = torch.autograd.function._SingleLevelFunction if _IS_LOOKED_UP else _FUNCTION
 _APPLY: Any = vars(torch._C._FunctionBase)["apply"]
 
 
 def follow_functions(applied: Applied) -> Callable[[], None]:
-    """Send the calls of all functions through ``applied`` until what is returned is called.
+    """Route the calls of all functions through ``applied``; return a function that ends this.
 
-    Several may follow, and end in any order; the last one is asked first.
+    Several wrappers may be active, and end in any order; the last one is the outermost.
     """
     if not _FOLLOWING:
         _PATCHED.apply = classmethod(_apply)
@@ -41,7 +41,7 @@ def follow_functions(applied: Applied) -> Callable[[], None]:
 
 
 def keep_functions_patched() -> None:
-    """Patch for the process's life, so that an ``apply`` that a script keeps from now on can be followed later."""
+    """Patch until the process ends, so that an ``apply`` that a script stores from now on can be followed later."""
     if not _IS_LOOKED_UP:
         follow_functions(lambda run, kind, args, kwargs: run(*args, **kwargs))
 
@@ -53,7 +53,7 @@ def _apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
     return run(*args, **kwargs)
 
 
-_apply.__name__ = "apply"  # by which TorchDynamo knows it
+_apply.__name__ = "apply"  # TorchDynamo recognizes it by this name
 
 
 def _restore() -> None:
@@ -69,7 +69,7 @@ def _through(applied: Applied, run: Callable[..., Any], kind: Any) -> Callable[.
 
 @contextmanager
 def functions_applied(applied: Applied) -> Iterator[None]:
-    """Send the calls of all functions through ``applied`` inside the block."""
+    """Route the calls of all functions through ``applied`` inside the block."""
     end = follow_functions(applied)
     try:
         yield

@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class AutocastState:
-    """Whether autocast is enabled for a type of device, to which dtype it casts, and whether casts are cached."""
+    """Whether autocast is enabled for a device type, the dtype to which it casts, and whether it caches casts."""
 
     device_type: str
     enabled: bool
@@ -20,7 +20,7 @@ class AutocastState:
 
     @classmethod
     def now(cls, device_types: Iterable[str]) -> tuple[AutocastState, ...]:
-        """Return the present state for each of these types of devices."""
+        """Return the current state for each of these device types."""
         cache = torch.is_autocast_cache_enabled()
         return tuple(
             cls(one, torch.is_autocast_enabled(one), torch.get_autocast_dtype(one), cache)
@@ -30,7 +30,7 @@ class AutocastState:
 
 @contextmanager
 def autocast(states: Iterable[AutocastState], *, enabled: bool = True) -> Iterator[None]:
-    """Cast inside the block as in these states; not at all where ``enabled`` is false."""
+    """Set autocast to these states inside the block; disable it if ``enabled`` is false."""
     with ExitStack() as stack:
         for one in states:
             stack.enter_context(

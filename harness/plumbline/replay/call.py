@@ -1,4 +1,4 @@
-"""What is recorded of one call of a module, so that it can be run again."""
+"""The record of one module call, from which the call can be run again."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from plumbline.replay.autocast_state import AutocastState
 from plumbline.replay.random_state import RandomState
 
 SAMPLE = 1024
-"""Entries of an output that are kept at most, to compare a replay with."""
+"""The largest number of entries that are kept of an output, for the comparison with a replay."""
 
 
 @dataclass(frozen=True)
 class UsedParameter:
-    """A parameter as it was when a module was called; ``dtype`` is that in which a flat one is computed with."""
+    """A parameter at the time of a call; ``dtype`` is the one in which the module computes with it."""
 
     parameter: nn.Parameter
     state: tuple[int, int]
@@ -30,14 +30,14 @@ class UsedParameter:
 
     @classmethod
     def of(cls, parameter: nn.Parameter) -> UsedParameter:
-        """Return how ``parameter`` is now."""
+        """Return the current state of ``parameter``."""
         part = part_of(parameter)
         dtype = parameter.dtype if part is None else part.unit.dtype
         return cls(parameter, _state(parameter), parameter.requires_grad, dtype)
 
     @property
     def changed(self) -> bool:
-        """Whether its values were replaced or written to since."""
+        """Whether the values have been replaced or written to since."""
         return _state(self.parameter) != self.state
 
 
@@ -52,7 +52,7 @@ def _state(parameter: nn.Parameter) -> tuple[int, int]:
 
 @dataclass(eq=False)
 class Activation:
-    """An argument with a gradient of its own, as a stage of a pipeline receives it, and what arrived at it, by pass."""
+    """A leaf argument that requires a gradient, as a pipeline stage receives it, and its gradients by backward pass."""
 
     sample: Tensor
     gradients: dict[int, Tensor] = field(default_factory=dict)
@@ -62,15 +62,15 @@ class Activation:
 class TrackedCall:
     """One call of a module with gradients enabled.
 
-    ``args`` and ``kwargs`` hold copies of the tensors that the module was given, except of parameters. ``buffers`` are
-    the module's buffers before the call, by their identity then. ``outputs`` has a sample of each tensor of the output
-    that requires a gradient. ``cotangents`` has, for each backward pass, the gradient that arrived at each output from
-    outside of the call, None where there was none. ``obstacle`` says why the call cannot be run again, "" if it can.
-    ``scalars`` are the places in ``outputs`` of single numbers in the output, each with its key, field or place there.
-    ``compiled`` says whether the module or a part of it ran as compiled code. ``collectives`` counts, by the names of
-    process groups, how often it communicated. ``is_distributed``: parameters are DTensors that no replay gathers.
-    ``activations`` are arguments that are leaves with a gradient, as a stage of a pipeline is given them.
-    ``set_inputs`` are those that the script set as attributes of modules before the call: where each was, and a copy.
+    ``args`` and ``kwargs`` are the arguments of the module, with copies of all tensors except parameters. ``buffers``
+    has the module's buffers and their copies from before the call, by identity. ``outputs`` has a sample of each output
+    tensor that requires a gradient. ``cotangents`` has, by backward pass, the gradient that arrived at each output from
+    outside of the call, or None. ``obstacle`` says why the call cannot be run again; it is empty if it can. ``scalars``
+    maps the index in ``outputs`` of each single-number tensor to its key, field or index in the output. ``compiled``:
+    the module or a part of it ran as compiled code. ``collectives`` counts how often the call communicated, by process
+    group name. ``is_distributed``: some parameters are DTensors that no replay gathers. ``activations`` are the
+    arguments that are leaves and require a gradient, as in a pipeline stage. ``set_inputs`` has the activations that
+    the script set as attributes of modules before the call: the attributes, the name, and a copy.
     """
 
     number: int
@@ -103,12 +103,12 @@ class TrackedCall:
 
     @property
     def receives_activations(self) -> bool:
-        """Whether it was given a leaf with a gradient, or a copy of one, as a stage of a pipeline is."""
+        """Whether an argument is a leaf that requires a gradient, or a copy of one, as for a pipeline stage."""
         return bool(self.activations)
 
     @property
     def eps(self) -> float:
-        """The relative spacing of numbers in the coarsest precision that it may compute in."""
+        """The relative spacing of numbers in the coarsest precision that the call may compute in."""
         dtypes = {one.dtype for one in self.parameters} | {one.dtype for one in self.outputs}
         dtypes |= {one.dtype for one in self.autocast if one.enabled}
         return max(torch.finfo(one).eps for one in dtypes if one.is_floating_point or one.is_complex)
@@ -125,7 +125,7 @@ class TrackedCall:
 
 
 def sample(tensor: Tensor) -> Tensor:
-    """Return at most ``SAMPLE`` entries of what this rank holds of a tensor, evenly spread over it, as a copy."""
+    """Return a copy of at most ``SAMPLE`` evenly spread entries of this rank's part of a tensor."""
     flat = local(tensor.detach()).reshape(-1)
     stride = max(1, -(-flat.numel() // SAMPLE))
     return flat[::stride].clone()

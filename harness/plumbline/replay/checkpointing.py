@@ -1,4 +1,4 @@
-"""Replays without activation checkpoints, whose backward pass belongs to the forward whatever recomputations do."""
+"""Replays without activation checkpoints: the backward pass uses the forward's tensors, not recomputed ones."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch.utils.checkpoint
 
 @contextmanager
 def without_checkpoints() -> Iterator[None]:
-    """Let ``torch.utils.checkpoint`` run functions as they are: tensors are saved, and nothing is recomputed.
+    """Make ``torch.utils.checkpoint`` run functions directly: tensors are saved, and nothing is recomputed.
 
-    Scripts import ``checkpoint`` by name, so what it is made of is exchanged.
+    Scripts import ``checkpoint`` by name, so the parts that it consists of are replaced.
     """
     module: Any = torch.utils.checkpoint
     hook, function = getattr(module, "_checkpoint_hook", None), getattr(module, "CheckpointFunction", None)
@@ -30,7 +30,7 @@ def _run(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> 
 
 @contextmanager
 def _exchanged(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Give a class another attribute inside the block; nothing happens where a version of torch lacks the class."""
+    """Replace a class attribute inside the block; do nothing if this version of torch lacks the class."""
     if owner is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""What communicates, and how often this process has."""
+"""Recognizes collectives, and counts how often this process has communicated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WAITS = frozenset({"wait_tensor", "_wrap_tensor_autograd"})
 
 
 def is_collective(func: Any) -> bool:
-    """Return whether an operator communicates, or waits for what does."""
+    """Return whether an operator communicates, or waits for communication."""
     return isinstance(func, torch._ops.OpOverload) and func.namespace in _NAMESPACES
 
 
@@ -27,7 +27,7 @@ def members_of_groups() -> dict[str, list[int]]:
 
 
 def groups_in(arguments: Iterable[Any]) -> list[str]:
-    """Return the name of the process group among the arguments of a collective; none of those that only wait."""
+    """Return the process group names among a collective's arguments; empty for operators that only wait."""
     known = members_of_groups()
     groups: Any = torch.distributed.ProcessGroup
     boxed = [one for one in arguments if isinstance(one, torch.ScriptObject) and "ProcessGroup" in str(one._type())]
@@ -36,7 +36,7 @@ def groups_in(arguments: Iterable[Any]) -> list[str]:
 
 
 def reaches_others(func: Any, arguments: Sequence[Any]) -> bool:
-    """Return whether a collective has other ranks in its group than this one."""
+    """Return whether a collective communicates with other ranks than this one."""
     if func._schema.name.partition("::")[2] in _WAITS:
         return False
     members = members_of_groups()
@@ -45,7 +45,7 @@ def reaches_others(func: Any, arguments: Sequence[Any]) -> bool:
 
 
 def collectives() -> dict[str, int]:
-    """Return the collectives, and messages to single ranks, of each process group so far, by the group's name.
+    """Return the number of collectives and point-to-point messages so far, by process group name.
 
     Groups of one rank are left out, and backends that do not count them.
     """
@@ -64,7 +64,7 @@ def collectives() -> dict[str, int]:
 
 
 def communicates_beside(call: TrackedCall, inner: Sequence[TrackedCall]) -> bool:
-    """Return whether a call that has begun has communicated since then, but not in the calls inside it."""
+    """Return whether a running call has communicated since it began, apart from the calls ``inner`` inside it."""
     return any(
         count - call.collectives.get(name, 0) > sum(one.collectives.get(name, 0) for one in inner)
         for name, count in collectives().items()

@@ -1,8 +1,8 @@
-"""Random numbers as code that TorchInductor makes draws them, for a replay that runs the same code without it.
+"""Draws random numbers as TorchInductor's compiled code does, for a replay that runs the same code uncompiled.
 
-Compiled code asks the generator for one seed per draw, all of a graph at once where it begins. Each draw makes its
-numbers from its seed and their places, with a generator of its own. So a replay needs to know which draws belong to a
-graph: one graph is assumed for each compiled module, and the outputs of the call show whether that is so.
+Compiled code takes one seed per draw from the generator, all seeds of a graph when the graph begins. Each draw computes
+its numbers from its seed and their positions, with a separate generator. So a replay needs to know which draws belong
+to a graph. It assumes one graph for each compiled module; the outputs of the call show whether that is right.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NORMAL = frozenset({"randn", "randn_like"})
 
 
 class CompiledDraws:
-    """Draws in place of a module's compiled graphs; in the first forward that it follows it only counts their draws."""
+    """Draws in place of a module's compiled graphs. In the first forward that it follows, it only counts draws."""
 
     def __init__(self, module: nn.Module) -> None:
         self._parts = {id(one) for one in module.modules() if is_compiled_itself(one)}
@@ -40,16 +40,16 @@ class CompiledDraws:
 
     @property
     def are_any(self) -> bool:
-        """Whether a graph draws anything."""
+        """Whether a graph draws random numbers."""
         return any(self._counts or ())
 
     def draw(
         self, name: str, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor | tuple[Tensor, Tensor] | None:
-        """Return what a graph gives in place of the operator ``name``; None where no graph draws, or draws are counted.
+        """Return a graph's result for the operator ``name``; None outside of graphs, and while draws are counted.
 
         Raises:
-            DrawsInBackwardError: it is not known which of its draws a graph repeats there.
+            DrawsInBackwardError: A backward pass draws, and it is not known which draw of the graph it repeats.
         """
         if (self._parts and not self._inside) or name not in _UNIFORM | _NORMAL:
             return None
@@ -67,14 +67,14 @@ class CompiledDraws:
             mask = numbers > args[1]
             return kept(first, mask, args[1]), mask
         if name == "bernoulli_":
-            # So dropout on a CPU draws what it keeps. Compiled dropout keeps the numbers above the share that it drops.
+            # CPU dropout draws its mask with this. Compiled dropout keeps entries whose number exceeds the drop rate.
             written: Tensor = first.copy_(numbers > 1 - (args[1] if len(args) > 1 else 0.5))
             return written
         return numbers
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
-        """Follow a forward, of which the graphs begin with the modules that were compiled."""
+        """Follow a forward. Its graphs begin with the compiled modules."""
         self._begun, self._inside = [], []
         if not self._parts:
             self._begin()
@@ -114,12 +114,12 @@ class CompiledDraws:
 
 
 def kept(x: Tensor, mask: Tensor, share: float) -> Tensor:
-    """Return what dropout keeps, divided by the share of entries that it keeps; ``share`` is the one that it drops."""
+    """Return the entries that dropout keeps, scaled up; ``share`` is the share of entries that it drops."""
     return x * mask * (0.0 if share == 1 else 1 / (1 - share))
 
 
 def are_known() -> bool:
-    """Return whether compiled code of this process draws in the way of TorchInductor, and replays run without it."""
+    """Return whether compiled code of this process draws as TorchInductor does, and replays can run uncompiled."""
     inductor: Any = sys.modules.get("torch._inductor.config")
     return inductor is not None and not inductor.fallback_random and hasattr(torch.compiler, "set_stance")
 

@@ -1,7 +1,7 @@
-"""What a forward's derivative leaves out: values that autograd takes for constants, and derivatives of a script's own.
+"""Handles what autograd leaves out of a forward's derivative: constants, and gradients that a script defines.
 
-A difference of two forwards sees through ``detach`` and ``no_grad``. So these values are recorded in one forward, and
-used again in the others.
+A finite difference of two forwards sees through ``detach`` and ``no_grad``. So the constant values are recorded in one
+forward, and reused in the others.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from plumbline.replay.own_numbers import normal_like
 
 
 class OwnDerivativeError(Exception):
-    """A forward defines a derivative that is not that of its values."""
+    """A forward defines a gradient that is not the derivative of its values."""
 
 
 _IN_PLACE = frozenset({"allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_"})
-"""Operators that every rank of a group waits for: each may be waited for before others begin."""
+"""In-place collectives in which all ranks of a group take part, so that each can be waited for before others begin."""
 
 
 class InPlace(Enum):
-    """What collectives that change tensors with a gradient add to them, which autograd does not see."""
+    """How to treat in-place changes by collectives to tensors with a gradient, which autograd does not see."""
 
     DERIVED = "depends on the tensors of all ranks"
     NUMBERS_CONSTANT = "is a constant for tensors of one entry, such as losses that are added up to be printed"
@@ -44,21 +44,21 @@ _WEAK: Any = StorageWeakRef
 
 
 class Received:
-    """The memory of what collectives without a gradient return for tensors that have one, and of what follows from it.
+    """The memory of results without a gradient that collectives return for tensors with one, and of dependent values.
 
-    Autograd takes such values for constants. Where gradients are switched off around a collective, or tensors are
-    detached, that is meant, and nothing is noted. Too much may be noted: what does not depend on weights.
+    Autograd treats such values as constants. If gradients are disabled around a collective, or tensors are detached,
+    that is intended, and nothing is noted. Some noted values may not depend on weights.
     """
 
     def __init__(self) -> None:
-        self._memory: dict[int, Any] = {}  # which keeps the key from being used again
+        self._memory: dict[int, Any] = {}  # the reference keeps the key from being reused
         self._has_sent = False
 
     def __contains__(self, tensor: Tensor) -> bool:
         return bool(self._memory) and (memory := _memory_of(tensor)) is not None and memory._cdata in self._memory
 
     def communicated(self, func: Any, arguments: Any, result: Any) -> None:
-        """Note what a collective may have written to, if it was given a tensor with a gradient."""
+        """Note the tensors that a collective may have written to, if it was given a tensor with a gradient."""
         if not torch.is_grad_enabled():
             return
         given, name = list(tensors_in(arguments)), func._schema.name.partition("::")[2]
@@ -68,7 +68,7 @@ class Received:
             self._note(one for one in (*given, *tensors_in(result)) if not one.requires_grad)
 
     def computed(self, func: Any, arguments: Any, result: Any) -> None:
-        """Follow an operator."""
+        """Note the results of an operator that computes with noted tensors."""
         if self._memory and torch.is_grad_enabled():
             given = list(tensors_in(arguments))
             if any(one in self for one in given) and not any(one.requires_grad for one in given):
@@ -85,17 +85,17 @@ class Received:
 
 
 def _memory_of(tensor: Tensor) -> Any:
-    """Return the storage of a tensor, None where it has none of its own."""
+    """Return the storage of a tensor, None if it has none of its own."""
     return tensor.untyped_storage() if address_of(tensor) else None
 
 
 class Constants:
-    """The arguments without a gradient of every operator that has others with one, in the order of one forward.
+    """The constants of one forward, in order: arguments without a gradient of operators that have others with one.
 
-    They are recorded until ``replay`` is called, and take the places of those of each forward after that.
-    ``changes_in_place``: a collective changes a tensor that has a gradient. ``in_place`` says how to take that.
-    ``receives``: an operator has among its arguments what another collective returned without a gradient. If
-    ``derives`` is set, such arguments depend on the tensors of all ranks.
+    They are recorded until ``replay`` is called, and replace those of each later forward. ``changes_in_place``: a
+    collective changes a tensor that has a gradient; ``in_place`` says how to treat the change. ``receives``: an
+    argument of an operator is the result, without a gradient, of a collective. If ``derives`` is set, such arguments
+    are not replaced, because they depend on the tensors of all ranks.
     """
 
     def __init__(self) -> None:
@@ -112,11 +112,11 @@ class Constants:
         self._place_added = 0
 
     def replay(self) -> None:
-        """Use the recorded values in the next forward, from the first one on."""
+        """Reuse the recorded values in the next forward, from the first one on."""
         self._place = self._place_added = 0
 
     def communicate(self, func: Any, run: Callable[[], Any], arguments: Any) -> Any:
-        """Run a collective, and let what it adds to tensors with a gradient be what ``in_place`` says."""
+        """Run a collective, and treat its in-place changes of tensors with a gradient as ``in_place`` says."""
         is_known = func._schema.name.partition("::")[2] in _IN_PLACE and not self.inside_function
         changed = [one for one in tensors_in(arguments) if one.requires_grad] if is_known else []
         before = [one.detach().clone() for one in changed]
@@ -140,7 +140,7 @@ class Constants:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether constants are recorded, and not yet used again."""
+        """Whether constants are being recorded, and not yet reused."""
         return self._place is None
 
     def _add(self, changed: Tensor, before: Tensor) -> None:
@@ -190,7 +190,7 @@ class Constants:
 
 @cache
 def _written(func: Any) -> tuple[frozenset[int], frozenset[str]]:
-    """Return the places and the names of arguments that an operator writes to."""
+    """Return the positions and the names of the arguments that an operator writes to."""
     if not isinstance(func, torch._ops.OpOverload):
         return frozenset(), frozenset()
     arguments = list(enumerate(func._schema.arguments))
@@ -202,16 +202,16 @@ def _written(func: Any) -> tuple[frozenset[int], frozenset[str]]:
 def custom_functions(
     constants: Constants, *, verify: bool, exchanged: Callable[[str, Terms], None] | None = None
 ) -> Iterator[None]:
-    """Give constants to custom autograd functions as to operators, inside the block.
+    """Pass recorded constants to custom autograd functions inside the block, as to operators.
 
     Args:
-        constants: those of the forward that runs.
-        verify: make sure that functions that do not communicate have the derivative of their values: otherwise it is
-            the script's own, as that of a rounding that passes gradients on.
-        exchanged: takes the name of each function that communicates, and this rank's terms of its derivative.
+        constants: the constants of the forward that runs.
+        verify: check that the backward of each function that does not communicate is the derivative of its forward. It
+            is not if the script defines its own gradient, such as a straight-through estimator for rounding.
+        exchanged: called with the name of each function that communicates, and this rank's terms of its derivative.
 
     Raises:
-        OwnDerivativeError: by the forward, where a function or a hook on a tensor has another derivative.
+        OwnDerivativeError: A function has another derivative, or the forward registers a hook on a tensor.
     """
     register = torch.Tensor.register_hook
 
@@ -249,7 +249,7 @@ def _inside(constants: Constants, run: Callable[[], Any]) -> Any:
 
 
 def _verify(kind: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Compare the derivative of a custom function with a difference of its values, in a random direction."""
+    """Compare the derivative of a custom function with a finite difference of its values, in a random direction."""
     before = collectives()
     function = AppliedFunction(run, args, kwargs)
     generator = torch.Generator().manual_seed(0)
@@ -261,7 +261,7 @@ def _verify(kind: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     gradients = torch.autograd.grad(given, leaves, cotangents, allow_unused=True)
     changes = function.change(along)
     if collectives() != before:
-        return  # what it exchanges is for the comparison of all ranks
+        return  # functions that communicate are compared over all ranks
     terms = [one * v for one, v in zip(changes, cotangents, strict=True)]
     due = [g * direction for g, direction in zip(gradients, along, strict=True) if g is not None]
     apart = abs(sum(float(one.sum()) for one in terms) - sum(float(one.sum()) for one in due))

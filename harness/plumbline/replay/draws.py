@@ -1,7 +1,7 @@
-"""Random numbers in a replay: drawn in the precision in which the model draws them, whatever the replay computes in.
+"""Draws a replay's random numbers in the dtype in which the model draws them, whatever the replay computes in.
 
-A generator gives other numbers for another dtype, so that a replay in float64 that drew in float64 would have other
-dropout masks than the training.
+A generator gives other numbers for another dtype. A float64 replay that drew in float64 would have other dropout masks
+than the training.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ DRAWING = _IN_PLACE | _LIKE | _FROM_VALUES | _MADE | {_DROPOUT}
 
 
 class UnknownDrawError(Exception):
-    """The precision of a draw has to be found out first, by a replay in the model's own precision."""
+    """The dtype of a draw is unknown. A replay in the model's own precision must find it first."""
 
 
 class Draws:
-    """The dtypes in which a forward and its backward pass draw random numbers, in their order.
+    """The dtypes in which a forward and its backward pass draw random numbers, in order.
 
-    ``dtypes`` is None where they are not known; each draw is then in ``usual``, if that is known. ``default`` is the
-    default dtype of the training. ``compiled`` draws in place of the operators where the training runs compiled code.
+    ``dtypes`` is None if they are not known; draws then use ``usual``, if that is known. ``default`` is the default
+    dtype of the training. ``compiled`` draws in place of the operators if the training runs compiled code.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class Draws:
         return widened(func(*(_lowered(one, dtype) for one in args), **named), self._precision)
 
     def _dtype(self, asked: torch.dtype | None, *, is_made: bool) -> torch.dtype:
-        """Return the dtype of the next draw. ``asked`` may be that of a tensor, which is wider here than in training.
+        """Return the dtype of the next draw. ``asked`` may be a tensor's dtype, which is wider here than in training.
 
-        ``is_made``: no tensor among the arguments has a dtype.
+        ``is_made``: no argument is a tensor with a dtype.
         """
         if self._dtypes is not None:
             dtype = next(self._dtypes, None)
@@ -91,7 +91,7 @@ def is_drawn(args: tuple[Any, ...]) -> bool:
 
 
 def leading(args: tuple[Any, ...]) -> Tensor | None:
-    """Return the first tensor among the first two arguments, whose dtype is that of a draw."""
+    """Return the first tensor among the first two arguments; a draw uses its dtype."""
     return next((one for one in args[:2] if isinstance(one, Tensor)), None)
 
 
@@ -103,7 +103,7 @@ def dtype_of_draw(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype:
 
 
 def widened(result: Any, precision: ReplayPrecision) -> Any:
-    """Return a tensor in the precision of a replay, and everything else as it is."""
+    """Return a tensor in the precision of a replay, and any other value unchanged."""
     return result.to(precision.wide(result.dtype)) if isinstance(result, Tensor) else result
 
 

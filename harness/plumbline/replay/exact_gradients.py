@@ -1,4 +1,4 @@
-"""The exact local gradient of each backward pass: replays of all calls that it went through, summed."""
+"""Computes the exact local gradient of each backward pass: the sum over replays of the calls that it went through."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ from plumbline.replay.tracked_calls import TrackedCalls
 from plumbline.replay.unsharding import is_gathered
 
 Reduce = Callable[[Tensor, nn.Parameter], Tensor]
-"""A linear map of a parameter's gradient to what is kept of it, such as a projection."""
+"""A linear map of a parameter's gradient to what is kept, such as a projection."""
 
 Look = Callable[[TrackedCall, ParameterCopies, ParameterCopies], None]
-"""Looks at a call before it is replayed, with what stands for parameters in the two precisions of replays."""
+"""Called before each replay, with the call and the copies of parameters for exact and for native replays."""
 
 Keeps = Callable[[Tensor], bool]
-"""Says whether the gradient of a parameter is asked for."""
+"""Returns whether the gradient of a parameter is needed."""
 
 K = TypeVar("K")
 
 
 @dataclass
 class ExactPass:
-    """What is known exactly of one backward pass.
+    """The exact gradients of one backward pass.
 
-    ``gradients`` has what is kept of the gradient of each parameter, ``uncovered`` why that of others is not known. A
-    parameter in neither was not used inside a tracked call. ``native`` has the same gradients in the training's own
-    precision, where they were asked for. ``communicates``: a call of the pass communicates with other ranks. ``beside``
-    has the parameters that the loss depends on in another way than through the outputs of calls.
+    ``gradients`` has what is kept of the gradient of each parameter; ``uncovered`` says why other gradients are
+    unknown. A parameter in neither was not used inside a tracked call. ``native`` has the same gradients in the
+    training's own precision, if they were requested. ``communicates``: a call of the pass communicates with other
+    ranks. ``beside`` has the parameters on which the loss depends in another way than through the outputs of calls.
     """
 
     gradients: dict[nn.Parameter, Tensor] = field(default_factory=dict)
@@ -59,10 +59,10 @@ class ExactPass:
 
 
 class ExactGradients:
-    """Replays calls immediately before an optimizer steps, when the weights are still those of the forward.
+    """Replays calls immediately before an optimizer steps, while the weights are still those of the forward.
 
-    The rounding noise of a module's outputs is kept from step to step, by module: a later call that is within it of its
-    exact replay is not replayed in the training's own precision again.
+    The rounding noise of a module's outputs is kept from step to step. If the outputs of a later call are within this
+    noise of its exact replay, the call is not replayed again in the training's own precision.
     """
 
     def __init__(
@@ -82,12 +82,12 @@ class ExactGradients:
         self._compiled: WeakKeyDictionary[nn.Module, CompiledDraws | None] = WeakKeyDictionary()
 
     def compute(self, *, recomputed_otherwise: bool = False) -> dict[int, ExactPass]:
-        """Return what is known of the backward passes since the last time, by their numbers.
+        """Return the exact gradients of all backward passes since the last time, by pass number.
 
         Args:
-            recomputed_otherwise: the script may have recomputed other values in a backward pass than in its forward.
-                The replays then do without torch's activation checkpoints, draw the forward's random numbers in modules
-                that run again, and are repeated in the training's own precision.
+            recomputed_otherwise: a backward pass may have recomputed other values than its forward had. The replays
+                then ignore torch's activation checkpoints, repeat the forward's random numbers in modules that run
+                again, and are also done in the training's own precision.
         """
         with self._calls.paused(), without_checkpoints() if recomputed_otherwise else nullcontext():
             passes: dict[int, ExactPass] = {}
@@ -116,7 +116,7 @@ class ExactGradients:
 
 
 class _Step:
-    """The replays before one optimizer step: they share the copies of the parameters."""
+    """The replays before one optimizer step, which share the copies of the parameters."""
 
     def __init__(
         self,
@@ -141,13 +141,13 @@ class _Step:
         self._drawn: dict[nn.Module, list[torch.dtype] | None] = {}
 
     def gather(self, call: TrackedCall) -> None:
-        """Gather sharded parameters, before anything can be different on different ranks."""
+        """Gather sharded parameters, before ranks can diverge."""
         if not call.obstacle and any(is_gathered(one.parameter) for one in call.parameters):
             self.exact.leaves(call)
             self.native.leaves(call)
 
     def replay(self, call: TrackedCall) -> None:
-        """Add the gradients of a call to its backward passes, or the reason why they are not known."""
+        """Add the gradients of a call to its backward passes, or the reason why they are unknown."""
         for number in call.cotangents:
             self._passes.setdefault(number, ExactPass())
         try:
@@ -158,7 +158,7 @@ class _Step:
             self._uncover(call, exact.hidden, f"{call.name} uses this parameter, but does not hold it")
         except CannotReplayError as error:
             self._uncover(call, call.trainable, str(error))
-            # A replay can fail, on this rank alone, before it comes to what the others wait for.
+            # A replay can fail on this rank alone, before it reaches a collective that the others wait for.
             failed_before = isinstance(error, FailedReplayError) and any(call.collectives.values())
             for number in call.cotangents:
                 self._passes[number].communicates |= failed_before or isinstance(error, NeedsAllRanksError)
@@ -178,7 +178,7 @@ class _Step:
             ) from None
 
     def _added(self, call: TrackedCall, precision: ReplayPrecision, drawn: list[torch.dtype] | None) -> Replayed:
-        """Replay a call for its gradients, and add them to those of its passes once all of them are known."""
+        """Replay a call, and add its gradients to those of its passes once all of them are known."""
         found: dict[tuple[int, nn.Parameter], Tensor] = {}
         native = precision is ReplayPrecision.NATIVE
 
@@ -201,7 +201,7 @@ class _Step:
         )  # fmt: skip
 
     def _compiled_draws(self, call: TrackedCall) -> CompiledDraws | None:
-        """Return what draws for compiled code; None where its outputs are those of the code without a compiler."""
+        """Return what draws for compiled code; None if the outputs are not nearer to those with compiled draws."""
         if not call.compiled or not are_known():
             return None
         if call.module not in self._compiled:
@@ -214,7 +214,7 @@ class _Step:
         return self._compiled[call.module]
 
     def _check(self, call: TrackedCall, exact: Replayed) -> None:
-        """Refuse a call whose outputs are not those of its replay: rounding explains what a native replay shows."""
+        """Raise an error if a call's outputs differ from its exact replay by more than a native replay's rounding."""
         apart = agreement.distance(call.outputs, exact.outputs)
         if call.module in self._noise and apart <= agreement.SPREAD * self._noise[call.module]:
             return

@@ -1,4 +1,4 @@
-"""Modules that a backward pass runs again draw there what they drew in the forward of a replay."""
+"""Repeats the random draws of a replay's forward in modules that its backward pass runs again."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from plumbline.replay.random_state import RandomState
 
 
 class DrawsInBackwardError(Exception):
-    """A backward pass draws random numbers that are not those of a module that it runs again."""
+    """A backward pass draws random numbers outside of the modules that it runs again."""
 
 
 class ForwardDraws:
-    """Notes the generators' states with which each module runs in the forward, and sets them in the backward pass.
+    """Saves the generators' states when a module runs in the forward, and sets them when a backward pass runs it again.
 
-    That is what a checkpoint that is written by hand has to do. A module that runs several times in the forward is left
-    as it is: which of its runs is repeated is not known.
+    A hand-written activation checkpoint has to do the same. A module that runs several times in the forward is left
+    alone, because it is unknown which of its runs is repeated.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class ForwardDraws:
 
     @property
     def repeats(self) -> bool:
-        """Whether a module runs again, with the states of its forward."""
+        """Whether a module is running again with the states of its forward."""
         return self._outside is not None
 
     def __enter__(self) -> None:

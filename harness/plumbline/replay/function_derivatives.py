@@ -1,9 +1,9 @@
-"""Whether the backward of a custom autograd function that communicates can be the derivative of its forward.
+"""Tests whether the backward of a custom autograd function that communicates can be the derivative of its forward.
 
-What is right depends on how a function is used. If each rank has activations of its own, an all-reduce needs another
-all-reduce in its backward; if what follows is the same on all ranks, it needs nothing. So each function is tried with
-inputs and gradients that differ between ranks, and with those that are the same. It is wrong if its backward is
-no multiple of the derivative in any of these uses.
+The right backward depends on how the function is used. If each rank has its own activations, an all-reduce needs
+another all-reduce in its backward. If the computation after it is the same on all ranks, it needs nothing. So each
+function is tried with inputs and gradients that differ between ranks, and with equal ones. The backward is wrong if it
+is a multiple of the derivative in none of these uses.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ from plumbline.replay.nested import map_tensors, tensors_in
 from plumbline.replay.own_numbers import normal_like
 
 EPS = 1e-7
-"""How far the inputs of a custom function are moved, in multiples of their size."""
+"""The distance by which the inputs of a custom function are moved, in multiples of their size."""
 
 LARGEST = 1e-4
 """The largest relative error of a custom function's derivative: float64 leaves nine digits of a difference, and some
-inputs may lie at a bend."""
+inputs may lie at a kink."""
 
 DRAWS = 2
-"""Random directions and gradients: of one, any number is a multiple."""
+"""The number of random directions and gradients. With only one, any number is a multiple of any other."""
 
 ALIKE, APART = "alike", "apart"
-"""The same on all ranks, and different on each."""
+"""The two kinds of inputs and gradients: the same on all ranks, and different on each rank."""
 
 Terms = dict[str, list[float]]
-"""By use and draw: this rank's terms of the derivative and of what the backward gave, and the sum of their squares."""
+"""By use and draw: the sum of this rank's terms of the derivative and the sum of their squares, then both for the
+result of the backward."""
 
 
 class AppliedFunction:
-    """A call of a custom function, which can be repeated with inputs that are moved."""
+    """A call of a custom function, which can be repeated with shifted inputs."""
 
     def __init__(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._run, self._arguments = run, (args, kwargs)
@@ -51,7 +52,7 @@ class AppliedFunction:
         return [normal_like(one, generator) * size for one, size in zip(self.inputs, sizes, strict=True)]
 
     def outputs(self, directions: Sequence[Tensor], length: float) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the outputs that have a gradient, and the leaves that stand for the inputs."""
+        """Return the outputs that have a gradient, and the leaves that replace the inputs, moved by the directions."""
         along = {id(one): direction for one, direction in zip(self.inputs, directions, strict=True)}
         leaves: dict[int, Tensor] = {}
 
@@ -107,7 +108,7 @@ def can_be_a_derivative(every: Sequence[Terms]) -> bool:
         totals = [[math.fsum(column) for column in _columns(every, f"{' '.join(use)} {draw}")] for draw in range(DRAWS)]
         (right, squares, given, others), (again, more, received, rest) = totals
         if (squares and not others) or (more and not rest):
-            continue  # nothing at all was given
+            continue  # the backward gave no gradient
         noise = LARGEST * math.sqrt(max(squares, others) * max(more, rest))
         if abs(right * received - again * given) <= noise:
             return True

@@ -1,4 +1,4 @@
-"""Products of grouped matrices, as those of experts, in precisions for which torch has no kernel."""
+"""Grouped matrix products, for example of experts, in precisions for which torch has no kernel."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ def grouped_mm(
     Args:
         one: (rows, inner) or (groups, rows, inner).
         other: (inner, columns) or (groups, inner, columns).
-        offs: (groups), where each group ends in the dimension that only the matrix without groups has: rows or columns;
-            in the inner dimension if neither has groups, whose products are (groups, rows, columns) then.
+        offs: (groups), where each group ends. If one matrix has no group dimension, groups divide its rows (``one``) or
+            columns (``other``). If neither has one, groups divide the inner dimension, and the result is (groups, rows,
+            columns).
         bias: added to the products.
         out_dtype: not used.
     """

@@ -1,4 +1,4 @@
-"""The attributes of a module and its submodules: kept, exchanged for a replay, and put back."""
+"""Saves the attributes of a module and its submodules, exchanges them for a replay, and restores them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _DEEPEST = 4
 
 
 class ModuleState:
-    """What the attributes of a module and its submodules are, and what the lists, dicts and sets in them hold.
+    """A snapshot of the attributes of a module and its submodules, and of the lists, dicts and sets in them.
 
-    ``exchange`` puts other tensors in their places, also in parameter and buffer tables and in lists of weights such
-    as those of a recurrent layer; ``restore`` puts everything back as it was. No container is replaced by another, so
-    that closures and hooks that share one see the same.
+    ``exchange`` replaces the tensors there, including those in parameter and buffer tables and in lists of weights,
+    such as a recurrent layer's; ``restore`` undoes all changes. Containers keep their identity, so closures and hooks
+    that share one see the same contents.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -33,13 +33,13 @@ class ModuleState:
     def _keep(self, value: Any, depth: int) -> None:
         if not isinstance(value, (list, dict, set, deque)) or id(value) in self._containers or depth > _DEEPEST:
             return
-        # A dict is copied to a plain one: a class of its own may need more than its entries.
+        # A dict is copied to a plain dict: a subclass may need more than its entries.
         self._containers[id(value)] = value, dict(value.items()) if isinstance(value, dict) else value.copy()
         for part in value.values() if isinstance(value, dict) else value:
             self._keep(part, depth + 1)
 
     def exchange(self, replace: Replace) -> None:
-        """Replace every tensor in the attributes and their containers; the same tensor gives the same one."""
+        """Replace every tensor in the attributes and their containers; a tensor has the same replacement everywhere."""
         known: dict[int, Tensor] = {}
 
         def new(value: Any) -> Any:
@@ -61,7 +61,7 @@ class ModuleState:
                     container[place] = new(value)
 
     def restore(self) -> None:
-        """Put the attributes and the contents of their containers back."""
+        """Restore the attributes and the contents of their containers."""
         for container, content in self._containers.values():
             if isinstance(container, list):
                 container[:] = content

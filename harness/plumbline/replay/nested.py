@@ -1,7 +1,7 @@
-"""Walking nested values: every tensor in the arguments or the output of a module, whatever holds it.
+"""Walks nested values to find every tensor in the arguments or the output of a module.
 
-Lists, tuples, dicts, sets of other things, dataclasses, the outputs of model libraries and plain objects are walked;
-modules, functions and classes are not.
+Lists, tuples, dicts, dataclasses, the outputs of model libraries and plain objects are walked; sets, modules, functions
+and classes are not.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 DEEPEST = 12
-"""Levels of containers that are walked. What is deeper is passed on as it is."""
+"""The number of container levels that are walked. Deeper values are passed on unchanged."""
 
 _CLOSED = (
     nn.Module,
@@ -40,9 +40,9 @@ Change = Callable[[Tensor], Any]
 
 
 def map_tensors(value: Any, change: Change) -> Any:
-    """Return ``value`` with every tensor replaced by ``change(tensor)``; the same tensor is asked for once.
+    """Return ``value`` with every tensor replaced by ``change(tensor)``, which is called once for each tensor.
 
-    Containers that hold a changed tensor are copied, all others are passed on as they are.
+    Containers that hold a changed tensor are copied; all others are passed on unchanged.
     """
     return _map(value, change, {}, 0)
 
@@ -64,7 +64,7 @@ def _map(value: Any, change: Change, known: dict[int, tuple[Any, Any]], depth: i
         return value
     if id(value) in known:
         return known[id(value)][1]
-    known[id(value)] = (value, value)  # what holds itself is passed on as it is; the reference keeps the id its own
+    known[id(value)] = (value, value)  # for containers that hold themselves; the reference keeps the id unique
     result = change(value) if isinstance(value, Tensor) else _container(value, change, known, depth + 1)
     known[id(value)] = (value, result)
     return result

@@ -1,4 +1,4 @@
-"""Random numbers that a check itself needs, within a replay too: they count as none of the training's own draws."""
+"""Random numbers for the checks themselves: even inside of a replay, they do not count as the training's draws."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 def normal(shape: Sequence[int], generator: torch.Generator, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Return normal numbers on the CPU, drawn in ``dtype`` whatever a replay around this computes in."""
+    """Return normal numbers on the CPU, drawn in ``dtype`` even inside of a replay in another precision."""
     with _disable_current_modes():
         return torch.randn(shape, generator=generator, dtype=dtype)
 

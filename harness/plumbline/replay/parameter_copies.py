@@ -1,4 +1,4 @@
-"""What stands for a training's modules in the replays before one optimizer step: leaves for parameters, and states."""
+"""The leaves that replace parameters, and the saved states of modules, in the replays before one optimizer step."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from plumbline.replay.unsharding import computing_dtypes, is_gathered, shards
 
 
 class ParameterCopies:
-    """Leaves that stand for the parameters in replays of one precision: float64 copies, or the same memory.
+    """The leaves that replace the parameters in replays of one precision: float64 copies, or the same memory.
 
-    A sharded parameter is gathered once, when it is first asked for. ``keeps`` says whether its gradient is asked for.
-    ``flat`` has whole flat parameters, with these themselves, for copies in several precisions.
+    A sharded parameter is gathered once, when it is first needed. ``keeps`` says whether the gradient of a parameter is
+    needed. ``flat`` caches gathered flat parameters, for copies in several precisions.
     """
 
     def __init__(
@@ -36,13 +36,13 @@ class ParameterCopies:
         self._states: dict[nn.Module, ModuleState] = {}
 
     def state(self, module: nn.Module) -> ModuleState:
-        """Return the state of a module, to which every replay restores it: so it is the same for all its calls."""
+        """Return the saved state of a module. Every replay restores it, so it is the same for all its calls."""
         if module not in self._states:
             self._states[module] = ModuleState(module)
         return self._states[module]
 
     def of(self, parameter: nn.Parameter, *, requires_grad: bool, dtype: torch.dtype | None = None) -> nn.Parameter:
-        """Return the leaf for a parameter, the same one each time; ``dtype`` is what the training computes in."""
+        """Return the leaf for a parameter, always the same one; ``dtype`` is the one that the training computes in."""
         if id(parameter) not in self._copies:
             leaf = nn.Parameter(self._copy(self._whole(parameter), dtype), requires_grad=False)
             if not is_gathered(parameter):

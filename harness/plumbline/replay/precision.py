@@ -11,14 +11,14 @@ from torch import Tensor
 
 
 class ReplayPrecision(Enum):
-    """In what a replay computes: everything in at least the named precision, or as the training did."""
+    """The precision of a replay: everything in at least the named dtype, or as in the training."""
 
     FLOAT64 = "float64"
     FLOAT32 = "float32"
     NATIVE = "the precision of the training"
 
     def wide(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype that stands for ``dtype``; integers and 8-bit formats stay as they are."""
+        """Return the dtype that replaces ``dtype``; integers and 8-bit formats stay unchanged."""
         if self is ReplayPrecision.NATIVE or dtype.itemsize == 1:
             return dtype
         if self is ReplayPrecision.FLOAT64:
@@ -34,7 +34,7 @@ class ReplayPrecision(Enum):
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Make tensors in this dtype inside the block where no other one is asked for."""
+    """Set torch's default dtype inside the block."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

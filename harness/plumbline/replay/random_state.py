@@ -18,9 +18,9 @@ from plumbline.devices.calls import index_of, random_state, set_random_state
 
 @dataclass(frozen=True)
 class RandomState:
-    """The states of torch's, Python's and, where it was imported, numpy's generators, and of others by themselves.
+    """The states of the generators of torch, Python and, if imported, numpy, and of separate generators (``others``).
 
-    ``tracked`` has the states that Megatron's trackers of random states hold, by name.
+    ``tracked`` has the states in Megatron's trackers of random states, by name.
     """
 
     cpu: Tensor
@@ -32,7 +32,7 @@ class RandomState:
 
     @classmethod
     def now(cls, devices: Iterable[torch.device], others: Iterable[torch.Generator] = ()) -> RandomState:
-        """Return the present states: of the cpu, of each of ``devices`` that has a generator, and of ``others``."""
+        """Return the current states: of the CPU, of each of ``devices`` that has a generator, and of ``others``."""
         kinds = ((one.type, index_of(one)) for one in devices if one.type != "cpu")
         states = ((one, random_state(one)) for one in (torch.device(*place) for place in sorted(set(kinds))))
         numpy = _numpy_random()
@@ -65,7 +65,7 @@ class RandomState:
 
 @contextmanager
 def drawn_from(state: RandomState) -> Iterator[None]:
-    """Draw from these states inside the block; after it the generators are as they were."""
+    """Set the generators to ``state`` inside the block, and restore them afterwards."""
     before = RandomState.now((device for device, _ in state.devices), (one for one, _ in state.others))
     state.set()
     try:
@@ -75,21 +75,21 @@ def drawn_from(state: RandomState) -> Iterator[None]:
 
 
 _TRACKER = "_CUDA_RNG_STATE_TRACKER"
-"""The global variable of Megatron, and of libraries that took its code, such as DeepSpeed."""
+"""The global variable with a tracker, in Megatron and in libraries that took its code, such as DeepSpeed."""
 
 
 def _trackers() -> list[Any]:
-    """Return the objects that give parts of a forward generator states of their own, which they keep."""
+    """Return the trackers, which store separate generator states for parts of a forward."""
     found = (vars(sys.modules[name]).get(_TRACKER) for name in _modules_with_trackers(len(sys.modules)))
     return [one for one in found if hasattr(one, "get_states") and hasattr(one, "set_states")]
 
 
 @lru_cache(maxsize=1)
 def _modules_with_trackers(imported: int) -> list[str]:
-    """Return the names of the modules that have the variable, among ``imported`` ones."""
+    """Return the names of modules with the variable; the number of ``imported`` modules is only the cache's key."""
     return [name for name, one in list(sys.modules.items()) if _TRACKER in getattr(one, "__dict__", {})]
 
 
 def _numpy_random() -> Any:
-    """Return ``numpy.random`` where the script has imported it, else None."""
+    """Return ``numpy.random`` if the script has imported it, else None."""
     return sys.modules.get("numpy.random")

@@ -1,4 +1,4 @@
-"""Why a call cannot be replayed, or a parameter's exact gradient is not known, in words for the user."""
+"""Messages to the user: why a call cannot be replayed, or a parameter's exact gradient is unknown."""
 
 from __future__ import annotations
 

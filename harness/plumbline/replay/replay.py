@@ -1,4 +1,4 @@
-"""Runs a recorded call again and differentiates it: the exact local gradient, from the call's own inputs."""
+"""Runs a recorded call again from its own inputs and differentiates it, which gives the exact local gradient."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from plumbline.replay.unsharding import is_freed, place_flat, replace_forwards, 
 from plumbline.replay.uses import Graph
 
 ReceiveGradient = Callable[[int, nn.Parameter, Tensor], None]
-"""Takes the number of a backward pass, a parameter and its gradient, which is freed when it returns."""
+"""Called with the number of a backward pass, a parameter and its gradient, which is freed afterwards."""
 
 Leaves = Sequence["tuple[nn.Parameter, nn.Parameter]"]
-"""Parameters, each with the leaf that stands for it in a replay."""
+"""Parameters, each with the leaf that replaces it in a replay."""
 
 
 class CannotReplayError(Exception):
@@ -50,15 +50,15 @@ class NeedsAllRanksError(CannotReplayError):
 
 
 class FailedReplayError(CannotReplayError):
-    """A call failed, or found no memory left, before it came to communicate. It may succeed on other ranks."""
+    """A replay failed, or ran out of memory, before it communicated. It may succeed on other ranks."""
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """What a replay gave: samples of its outputs, the dtypes of its random draws, and parameters that are not its own.
+    """The result of a replay: samples of its outputs, and the dtypes of its random draws.
 
-    ``drawn`` is None but for a native replay. ``hidden`` has the parameters that the call used
-    although they are not its module's.
+    ``drawn`` is None except for a native replay. ``hidden`` has the parameters that the call used although they do not
+    belong to its module.
     """
 
     outputs: tuple[Tensor, ...]
@@ -78,15 +78,15 @@ def replay(
 ) -> Replayed:
     """Run ``call`` again and give ``receive`` the gradient of each parameter, for each backward pass through the call.
 
-    Where ``receive`` is None the call goes backward only if that may draw random numbers, as a checkpoint's does.
-    ``copies`` belong to the same precision. ``drawn`` has the dtypes of its random draws as a replay in the
-    training's own precision found them, None where there was none yet. ``forward_draws``: modules that a backward pass
-    runs again draw what they drew in the forward. ``compiled`` draws in place of operators. Module, generators,
-    gradients and everything else are afterwards what they were before.
+    If ``receive`` is None, the backward pass runs only if it may draw random numbers, as with an activation checkpoint.
+    ``copies`` have the same precision. ``drawn`` has the dtypes of the random draws from a replay in the training's own
+    precision, None if there was none yet. ``forward_draws``: modules that a backward pass runs again repeat the draws
+    of the forward. ``compiled`` draws in place of operators. Afterwards the module, the generators, the gradients and
+    everything else are restored.
 
     Raises:
-        CannotReplayError: where the call cannot be run again.
-        UnknownDrawError: where it has to be run in the training's own precision first.
+        CannotReplayError: The call cannot be run again.
+        UnknownDrawError: The call has to be run in the training's own precision first.
     """
     _check(call)
     leaves = copies.leaves(call)
@@ -104,7 +104,7 @@ def replay(
     except (CannotReplayError, UnknownDrawError):
         raise
     except CommunicatesError as error:
-        # All ranks could replay together, if they knew from each other that they recorded the same calls.
+        # All ranks could replay together, if they knew that they have recorded the same calls.
         raise NeedsAllRanksError(f"{call.name}: {COMMUNICATES}") from error
     except DrawsInBackwardError as error:
         raise CannotReplayError(f"{call.name}: its backward pass draws its own random numbers") from error
@@ -128,15 +128,15 @@ def forward_together(
     verify: bool = False,
     exchanged: Callable[[str, Terms], None] | None = None,
 ) -> tuple[list[Tensor], list[torch.dtype] | None]:
-    """Run ``call`` again while all other ranks run theirs, and return its outputs and the dtypes of its random draws.
+    """Run ``call`` again on all ranks together; return its outputs and, for a native replay, the dtypes of its draws.
 
-    Its collectives run. See ``replay`` for the first arguments. ``constants`` are values without a gradient, to be
-    recorded or to be used again, ``rounding`` has errors for the result of each operator. ``verify``: refuse a forward
-    that defines a derivative of its own. ``exchanged`` takes what is known of functions that communicate.
+    Its collectives run. See ``replay`` for the first arguments. ``constants`` records or reuses values without a
+    gradient. ``rounding`` adds an error to the result of each operator. ``verify``: raise an error if the forward
+    defines a derivative of its own. ``exchanged`` receives the derivative's terms of functions that communicate.
 
     Raises:
-        UnknownDrawError: where it has to be run in the training's own precision first.
-        OwnDerivativeError: it defines a derivative of its own.
+        UnknownDrawError: The call has to be run in the training's own precision first.
+        OwnDerivativeError: The forward defines a derivative of its own.
     """
     leaves = copies.leaves(call)
     state, mode = copies.state(call.module), _mode(call, precision, drawn)
@@ -161,13 +161,13 @@ def forward_watched(
     drawn: list[torch.dtype] | None = None,
     then: Callable[[Sequence[Tensor]], None] | None = None,
 ) -> list[torch.dtype] | None:
-    """Run ``call`` again, with the calls of all modules in it sent through ``called``. See ``replay``.
+    """Run ``call`` again, and route the calls of all modules in it through ``called``. See ``replay``.
 
-    ``then`` is given the outputs, and may differentiate them. Returns the dtypes of its random draws if ``precision``
-    is the training's own.
+    ``then`` is called with the outputs, and may differentiate them. Returns the dtypes of the random draws if
+    ``precision`` is the training's own.
 
     Raises:
-        Exception: it cannot be run again.
+        Exception: The call cannot be run again.
     """
     _check(call)
     leaves = copies.leaves(call)
@@ -196,13 +196,13 @@ def _check(call: TrackedCall) -> None:
 def _replacement(
     call: TrackedCall, precision: ReplayPrecision, leaves: dict[int, tuple[nn.Parameter, nn.Parameter]]
 ) -> Callable[[Tensor], Tensor]:
-    """Return what a tensor is replaced by: leaves for parameters, the recorded buffers, copies of everything else."""
+    """Return a function that replaces tensors: parameters by leaves, buffers by recorded ones, all others by copies."""
 
     def replacement(tensor: Tensor) -> Tensor:
         if id(tensor) in leaves:
             return leaves[id(tensor)][1]
         if id(tensor) in call.buffers:
-            before = call.buffers[id(tensor)][1].to(tensor.dtype)  # to which FSDP1 casts it in its first forward
+            before = call.buffers[id(tensor)][1].to(tensor.dtype)  # FSDP1 casts buffers in its first forward
             return precision.copy(before)
         if is_freed(tensor):
             return tensor
@@ -255,7 +255,7 @@ def _forward(
 def _differentiate(
     call: TrackedCall, outputs: Sequence[Tensor], leaves: Leaves, receive: ReceiveGradient, chosen: list[nn.Parameter]
 ) -> None:
-    """Go backward through the call for each pass, to ``chosen`` leaves: all if [], as reentrant checkpoints need it."""
+    """Run each backward pass through the call, to ``chosen`` leaves; [] means all, which reentrant checkpoints need."""
     wanted = [(parameter, leaf) for parameter, leaf in leaves if leaf.requires_grad]
     given = {
         number: [(one, v) for one, v in zip(outputs, cotangents, strict=True) if v is not None]
@@ -277,14 +277,14 @@ def _ignored(number: int, parameter: nn.Parameter, gradient: Tensor) -> None:
 
 
 def _backward(outputs: list[Tensor], cotangents: list[Tensor], *, keep: bool, inputs: Sequence[Tensor]) -> None:
-    """Run the engine itself: ``torch.autograd.backward`` counts as a backward pass of the script."""
+    """Run the engine directly: ``torch.autograd.backward`` would count as a backward pass of the script."""
     run = Variable._execution_engine.run_backward
     run(tuple(outputs), tuple(cotangents), keep, False, tuple(inputs), allow_unreachable=True, accumulate_grad=True)
 
 
 @contextlib.contextmanager
 def _gradients_kept(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Leave the gradients of parameters as they are, which a backward pass without inputs would add to."""
+    """Preserve the gradients of parameters, to which a backward pass without ``inputs`` would add."""
     before = [one.grad for one in parameters]
     for one in parameters:
         one.grad = None
@@ -297,7 +297,7 @@ def _gradients_kept(parameters: Sequence[Tensor]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _received(wanted: list[tuple[nn.Parameter, nn.Parameter]], number: int, receive: ReceiveGradient) -> Iterator[None]:
-    """Hand each gradient on as soon as it is complete, and free it."""
+    """Pass each gradient to ``receive`` as soon as it is complete, and free it."""
 
     def hand_on(parameter: nn.Parameter) -> Callable[[Tensor], None]:
         def hook(leaf: Tensor) -> None:
@@ -322,7 +322,7 @@ def _received(wanted: list[tuple[nn.Parameter, nn.Parameter]], number: int, rece
 
 @contextlib.contextmanager
 def _conditions(call: TrackedCall, precision: ReplayPrecision, mode: NativeMode | WideMode) -> Iterator[None]:
-    """Provide what a forward depends on beside its module, and keep what it prints to itself."""
+    """Set everything that a forward depends on in addition to its module, and suppress its output."""
     native = precision is ReplayPrecision.NATIVE
     default = precision.wide(call.default_dtype)
     with contextlib.ExitStack() as stack:
@@ -357,7 +357,7 @@ def _mode(
 
 
 def _usual_draw(call: TrackedCall) -> torch.dtype | None:
-    """Return the one precision in which a module can draw, None where it computes in several."""
+    """Return the only dtype in which a module can draw, None if it computes in several."""
     dtypes = {dtype for one in call.parameters for dtype in (one.parameter.dtype, one.dtype)}
     if len(dtypes) != 1 or any(one.enabled for one in call.autocast):
         return None
@@ -365,7 +365,7 @@ def _usual_draw(call: TrackedCall) -> torch.dtype | None:
 
 
 def _eager() -> contextlib.AbstractContextManager[Any]:
-    """Let compiled functions run as they are written. Before torch 2.6 they run compiled."""
+    """Run compiled functions eagerly. Before torch 2.6 they run compiled."""
     if "torch._dynamo" not in sys.modules or not hasattr(torch.compiler, "set_stance"):
         return contextlib.nullcontext()
     stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")

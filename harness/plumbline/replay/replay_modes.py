@@ -1,4 +1,4 @@
-"""The dispatch modes under which calls are replayed: what every operator of a replay goes through."""
+"""The dispatch modes of replays, through which every operator of a replay runs."""
 
 from __future__ import annotations
 
@@ -24,18 +24,17 @@ from plumbline.replay.precision import ReplayPrecision
 
 
 class CommunicatesError(Exception):
-    """A replay would communicate with other ranks, which may not be replaying the same."""
+    """A replay would communicate with other ranks, which may not replay the same call."""
 
 
 class ReplayMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Puts generators that the script passes to operators back to their states when the replay is over.
+    """Restores, after the replay, generators that the script passes to operators, and memory that existed before.
 
-    What is written to memory that was there before is taken back, too: a parameter that shares it with the training, as
-    a bias that balances experts, or a tensor of an object that is no module.
-    ``saves_with_hooks`` says whether a forward under the mode saved tensors with hooks, as a checkpoint does, so that
-    its backward pass runs parts of it again. Where there are ``forward_draws``, no backward pass may draw on its own.
-    ``may_communicate``: all ranks replay together. ``computes_otherwise``: an operator of the forward was computed in
-    another way, so that its derivative has to be, too.
+    A replay can write to memory that the training still uses: a parameter that balances experts, or a tensor of an
+    object that is no module. ``saves_with_hooks``: a forward under the mode saved tensors with hooks, as a checkpoint
+    does, so its backward pass runs parts of it again. With ``forward_draws``, a backward pass must not draw numbers of
+    its own. ``may_communicate``: all ranks replay together. ``computes_otherwise``: an operator of the forward was
+    replaced, so its derivative has to be replaced, too.
     """
 
     supports_higher_order_operators = True
@@ -52,15 +51,15 @@ class ReplayMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled in a replay: the wrapper against it would cost more than the mode does."""
+        """Return False: replays compile nothing, and the wrapper against compilation would cost more than the mode."""
         return False
 
     def put_back(self) -> None:
-        """Set generators to the states that they had before the replay, and memory to its values."""
+        """Restore the states of generators and the values of memory from before the replay."""
         for generator, state in self._generators:
             generator.set_state(state)
         for storage, before in self._written.values():
-            storage.copy_(before)  # which no backward pass notices
+            storage.copy_(before)  # this does not change a tensor's version
         self._generators.clear()
         self._written.clear()
         self._made.clear()
@@ -96,14 +95,14 @@ class ReplayMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Rounding:
-    """Errors like those of computing in a format of the unit roundoff ``unit``: the same ones for the same ``seed``."""
+    """Random errors like those of a format with the unit roundoff ``unit``; the ``seed`` determines them."""
 
     def __init__(self, unit: float, seed: int) -> None:
         self._unit = unit
         self._generator = torch.Generator().manual_seed(seed)
 
     def of(self, result: Any) -> Any:
-        """Return the floating-point tensors in a result with an error in each entry."""
+        """Add an error to each entry of the floating-point tensors in a result, in place; return the result."""
         if isinstance(result, (list, tuple)):
             return type(result)(self.of(one) for one in result)
         if not isinstance(result, Tensor) or not result.is_floating_point() or _is_fake(result):
@@ -116,12 +115,12 @@ class Rounding:
 
 
 def _is_fake(tensor: Tensor) -> bool:
-    """Return whether a tensor has no values: DTensor finds the shapes of results with such ones, once for each."""
+    """Return whether a tensor has no values. DTensor infers and caches the shapes of results with such tensors."""
     return tensor.is_meta or type(tensor).__name__ == "FakeTensor"
 
 
 class NativeMode(ReplayMode):  # type: ignore[no-untyped-call]
-    """Changes nothing, and notes the dtypes in which random numbers are drawn, or draws as ``compiled`` does."""
+    """Runs operators unchanged, and notes the dtypes of random draws. If given, ``compiled`` draws instead."""
 
     def __init__(self, compiled: CompiledDraws | None = None) -> None:
         super().__init__()
@@ -144,7 +143,7 @@ class NativeMode(ReplayMode):  # type: ignore[no-untyped-call]
 
 
 class WideMode(ReplayMode):  # type: ignore[no-untyped-call]
-    """Lets everything that the model's code casts to a lower precision become that of the replay."""
+    """Replaces lower precisions to which the model's code casts by the precision of the replay."""
 
     def __init__(self, precision: ReplayPrecision, random: Draws) -> None:
         super().__init__()
@@ -158,7 +157,7 @@ class WideMode(ReplayMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         kind = self._noted(func, args, kwargs)
         self._before_write(func, args, kwargs)
-        if self.constants is not None and kind is not _Kind.COMMUNICATES:  # whose schemas do not say what they write to
+        if self.constants is not None and kind is not _Kind.COMMUNICATES:  # collectives' schemas declare no writes
             args, kwargs = self.constants.put(func, args, kwargs)
         if kind is _Kind.DRAWS:
             self._before_draw(kwargs)
@@ -173,7 +172,7 @@ class WideMode(ReplayMode):  # type: ignore[no-untyped-call]
         try:
             result = (grouped_mm if kind is _Kind.IS_NARROW else func)(*args, **kwargs)
         except RuntimeError:
-            # a tensor that is no parameter, buffer or argument, such as a plain attribute of another object
+            # It has a tensor that is no parameter, buffer or argument, such as an attribute of another object.
             if not any(self._precision.wide(one.dtype) is not one.dtype for one in _tensors((args, kwargs))):
                 raise
             return func(*self._widened(args), **self._widened(kwargs))
@@ -211,7 +210,7 @@ class _Kind(Enum):
 
 @cache
 def _written(func: Any) -> tuple[list[int], list[str]]:
-    """Return the places and the names of the arguments that an operator writes to."""
+    """Return the positions and the names of the arguments that an operator writes to."""
     arguments = func._schema.arguments if isinstance(func, torch._ops.OpOverload) else ()
     written = [(place, one) for place, one in enumerate(arguments) if one.alias_info and one.alias_info.is_write]
     return [place for place, one in written if not one.kwarg_only], [one.name for _, one in written]
@@ -219,14 +218,14 @@ def _written(func: Any) -> tuple[list[int], list[str]]:
 
 @cache
 def _makes(func: Any) -> bool:
-    """Return whether the results of an operator have memory of their own."""
+    """Return whether the results of an operator have their own memory."""
     is_operator = isinstance(func, torch._ops.OpOverload)
     return is_operator and all(one.alias_info is None for one in func._schema.returns)
 
 
 @cache
 def _rounds(func: Any) -> bool:
-    """Return whether an operator computes new tensors: collectives may still run when they return."""
+    """Return whether an operator computes new tensors. Collectives do not count: they may still run on return."""
     if not isinstance(func, torch._ops.OpOverload):
         return True
     if _kind(func) is _Kind.COMMUNICATES or _name(func) in _EXACT:
@@ -239,7 +238,7 @@ _EXACT = frozenset({"clone", "_to_copy", "detach"})
 
 @cache
 def _kind(func: Any) -> _Kind:
-    """Return what is to be changed about calls of an operator."""
+    """Return how calls of an operator are treated."""
     if not isinstance(func, torch._ops.OpOverload):
         return _Kind.PLAIN  # an operator with functions as arguments, such as flex_attention
     name = _name(func)
@@ -255,7 +254,7 @@ def _kind(func: Any) -> _Kind:
 
 
 def _hooks_on_saved_tensors() -> bool:
-    """Return whether hooks are on the tensors that are saved at present; true where torch cannot say so."""
+    """Return whether hooks on saved tensors are active; True if torch cannot tell."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return top is None or top(True) is not None
 

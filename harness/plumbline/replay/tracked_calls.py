@@ -1,4 +1,4 @@
-"""Follows the calls of a training's outermost modules, and records what it takes to run each of them again."""
+"""Follows the calls of a training's outermost modules, and records what is needed to run each of them again."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from plumbline.replay.unwrapping import Role
 from plumbline.replay.uses import is_received, used_outside
 
 CurrentPass = Callable[[], "int | None"]
-"""Returns the number of the backward pass that is running, None where there is none that counts."""
+"""Returns the number of the backward pass that is running, None if there is none that counts."""
 
 CallBegins = Callable[[nn.Module, "tuple[Any, ...]", "dict[str, Any]"], None]
 
@@ -39,7 +39,7 @@ RunsAgain = Callable[[nn.Module], None]
 
 
 class _Thread(threading.local):
-    """Where a thread is: whether it is inside a tracked call, and what was called outside of one."""
+    """The state of a thread: whether it is inside a tracked call, and which modules were called outside of one."""
 
     inside = False
 
@@ -50,10 +50,10 @@ class _Thread(threading.local):
 class TrackedCalls:
     """The calls of outermost modules with trainable parameters, in the order in which they began.
 
-    Calls are followed between ``start`` and ``stop``, and not while ``paused``. ``begins`` is told of each call before
-    it runs, ``ends`` when one has returned, and ``runs_again`` of modules that a backward pass runs again.
-    ``is_weight`` says of a tensor that is no parameter whether an optimizer updates it. ``unrecorded`` has the
-    parameters of calls that could not be recorded, and why; the script goes on.
+    Calls are followed between ``start`` and ``stop``, except while ``paused``. ``begins`` is called before each call,
+    ``ends`` after it, and ``runs_again`` with each module that a backward pass runs again. ``is_weight`` returns
+    whether an optimizer updates a tensor that is no parameter. ``unrecorded`` has the parameters of calls that could
+    not be recorded, with the reason; the script continues.
     """
 
     def __init__(
@@ -80,13 +80,13 @@ class TrackedCalls:
         self._patch: ModuleCalls | None = None
 
     def start(self) -> None:
-        """Begin to follow calls."""
+        """Start following calls."""
         self._recording = True
         self._patch = ModuleCalls(self._called)
         self._patch.install()
 
     def stop(self) -> None:
-        """Follow no more calls. Those recorded so far still receive their gradients."""
+        """Stop following calls. Calls recorded so far still receive their gradients."""
         self._recording = False
         self._buffers.clear()
         if self._patch is not None:
@@ -117,7 +117,7 @@ class TrackedCalls:
         self.calls = [one for one in self.calls if not one.is_over]
 
     def pass_begins(self, number: int, roots: Sequence[Tensor]) -> None:
-        """Note where the backward pass begins, and what it reaches on ways that lead through no tracked call."""
+        """Note the roots of a backward pass, and the parameters that it reaches outside of tracked calls."""
         if self._recording:
             if any(one.numel() != 1 for one in roots):
                 self._begun_inside.add(number)
@@ -125,7 +125,7 @@ class TrackedCalls:
             self._outside.setdefault(number, []).extend(found)
 
     def take_outside(self) -> dict[int, list[nn.Parameter]]:
-        """Return, by backward passes since the last time, the parameters that are used outside of tracked calls."""
+        """Return the parameters that are used outside of tracked calls, by backward pass since the last time."""
         taken, self._outside = self._outside, {}
         self._begun_inside.clear()
         return taken
@@ -228,7 +228,7 @@ class TrackedCalls:
             activation.gradients[number] = gradient.detach().clone() if before is None else before + gradient.detach()
 
     def _copied_buffers(self, module: nn.Module) -> dict[int, tuple[Tensor, Tensor]]:
-        """Return the present buffers and their copies by identity; a copy is made again only after a change."""
+        """Return the buffers and copies of them, by identity; a buffer is copied again only after a change."""
         copies = {}
         for buffer in nn.Module.buffers(module):
             if is_lazy(buffer):
@@ -277,7 +277,7 @@ class TrackedCalls:
         call.parameters = tuple(UsedParameter.of(one) for one in parameters)
         given = (one for one in tensors_in((args, kwargs)) if isinstance(one, nn.Parameter))
         call.foreign = tuple(one for one in given if id(one) not in own)
-        # What trains and is not unsharded is gathered by the script, and its gradient arrives in parts.
+        # Trainable shards that FSDP2 does not unshard are gathered by the script, and their gradients arrive in parts.
         frozen = (one for one in shards_of_fsdp2([call.module]) if not one.requires_grad)
         known = {*map(id, sharded.values()), *map(id, frozen)}
         call.is_distributed = any(is_distributed(one) and id(one) not in known for one in parameters) or any(
@@ -293,7 +293,7 @@ class TrackedCalls:
             call.obstacle = "second-order gradients were computed through it (create_graph=True)"
         if number is None:
             return
-        # Stages of a pipeline may receive the next ones in their place, and collectives of a backward change them.
+        # Pipeline stages may receive the next gradients in the same memory, and collectives in a backward change them.
         copied = any(call.collectives.values()) or number in self._begun_inside
         known = [None if one is None else one.detach() for one in cotangents]
         new = tuple(one.clone() if one is not None and copied else one for one in known)
@@ -307,7 +307,7 @@ def differentiable(output: Any) -> list[Tensor]:
 
 
 def _scalars(output: Any, outputs: Sequence[Tensor]) -> dict[int, str | int]:
-    """Return the places of single numbers among the tensors of an output, each with its key, field or place in it."""
+    """Return, by its place in ``outputs``, the key, field or index in ``output`` of each single-number tensor."""
     parts: Iterable[tuple[Any, Any]] = ()
     if isinstance(output, Mapping):
         parts = output.items()
@@ -322,14 +322,14 @@ def _scalars(output: Any, outputs: Sequence[Tensor]) -> dict[int, str | int]:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """Return a copy that requires a gradient if ``tensor`` does; a parameter is kept, since it is replaced later."""
+    """Return a copy that requires a gradient if ``tensor`` does; or a parameter itself, which is replaced later."""
     if isinstance(tensor, nn.Parameter):
         return tensor
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _set_as_attributes(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """Yield the attributes of a module and its submodules that are activations, as Megatron sets those of a stage."""
+    """Yield the attributes of a module and its submodules that are activations, as Megatron sets a stage's inputs."""
     for one in module.modules():
         for name, value in vars(one).items():
             if isinstance(value, Tensor) and value.requires_grad and _is_leaf(value):
@@ -373,6 +373,6 @@ def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 
 
 def _is_transformed() -> bool:
-    """Return whether a transform of torch.func or a tracer is running, in which tensors are not what they seem."""
+    """Return whether a torch.func transform or a tracer is running, in which tensors are not ordinary ones."""
     tracing: bool = torch._C._get_tracing_state() is not None
     return tracing or torch._C._functorch.peek_interpreter_stack() is not None

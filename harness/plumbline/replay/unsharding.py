@@ -1,6 +1,6 @@
-"""Replays of sharded modules: whole parameters in the places of shards, and what FSDP adds out of the way.
+"""Prepares sharded modules for a replay: gathered parameters replace shards, and FSDP's own steps are removed.
 
-Whole parameters are gathered by all ranks of a mesh together, so that every rank has to ask for them in the same order.
+All ranks of a mesh gather parameters together, so every rank must request them in the same order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from plumbline.replay.nested import map_tensors
 _FSDP = ("torch.distributed.fsdp.", "torch.distributed._composable.")
 
 _CASTS = "torch.distributed.fsdp._common_utils"
-"""Its hooks only cast: FSDP1 puts them around modules that are left out of its mixed precision."""
+"""The module of hooks that only cast. FSDP1 puts them around modules that are excluded from its mixed precision."""
 
 
 def shards(module: nn.Module) -> dict[int, Tensor]:
@@ -28,7 +28,7 @@ def shards(module: nn.Module) -> dict[int, Tensor]:
 
 
 def computing_dtypes(module: nn.Module) -> dict[int, torch.dtype]:
-    """Return the dtypes in which sharded parameters are computed with, by the identities of the shards."""
+    """Return the dtypes in which modules compute with sharded parameters, by the identities of the shards."""
     flat = {id(one): unit.dtype for unit in flat_units(module) for one in unit.parameters}
     return flat | {id(shard): leaf.dtype for shard, leaf in arrival_leaves([module])}
 
@@ -39,19 +39,19 @@ def is_distributed(parameter: Tensor) -> bool:
 
 
 def is_gathered(parameter: Tensor) -> bool:
-    """Return whether a parameter's whole values have to be gathered by several ranks."""
+    """Return whether the values of a parameter have to be gathered from several ranks."""
     return is_distributed(parameter) or is_run(parameter) or part_of(parameter) is not None
 
 
 def is_freed(tensor: Tensor) -> bool:
-    """Return whether a tensor's memory is gone, as that of FSDP1's views into a flat parameter is between forwards."""
+    """Return whether a tensor's memory is freed, as for FSDP1's views into a flat parameter between forwards."""
     if tensor.layout is not torch.strided or tensor.is_meta or is_distributed(tensor):
         return False
     return tensor.numel() > 0 and tensor.untyped_storage().size() == 0
 
 
 def place_flat(module: nn.Module, leaf_of: Callable[[Tensor], Tensor]) -> None:
-    """Put leaves, or views of a flat leaf, in the places of the parameters that FSDP1 has made parts of flat ones."""
+    """Replace the parameters that FSDP1 has flattened by leaves, or by views of a flat leaf."""
     for unit in flat_units(module):
         is_flat = unit.parameters[0] is unit.flat
         leaves = unit.views(leaf_of(unit.flat)) if is_flat else list(map(leaf_of, unit.parameters))
@@ -68,14 +68,14 @@ def _place(holder: nn.Module, name: str, leaf: Tensor) -> None:
 
 
 def replace_forwards(modules: Iterable[nn.Module]) -> None:
-    """Let FSDP1's modules call what they wrap, with inputs cast as they do it: parameters are whole and in place."""
+    """Make FSDP1's modules only cast inputs and call the module that they wrap: parameters are gathered already."""
     for module in modules:
         if is_fully_sharded(module):
             vars(module)["forward"] = plain_forward(module, _cast)
 
 
 def replace_hooks(modules: Iterable[nn.Module]) -> None:
-    """Replace FSDP2's hooks by ones that only cast as it does: parameters are whole, and nothing is to be reduced."""
+    """Replace FSDP2's hooks by hooks that only cast, and ZeRO's by none: there is nothing to gather or to reduce."""
     for module in modules:
         for hooks, replacement in ((module._forward_pre_hooks, _cast_inputs), (module._forward_hooks, _cast_outputs)):
             for key, hook in hooks.items():

@@ -1,4 +1,4 @@
-"""Which modules are replayed, and which are looked through because they only wrap one that is."""
+"""Decides which modules are replayed, and which only wrap a module that is."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from plumbline.recording.flat_sharding import is_fully_sharded
 
 
 class Role(Enum):
-    """What a call of a module is to the record of a training."""
+    """How a call of a module is recorded."""
 
     UNTRAINED = "it holds no parameter that requires a gradient"
     WRAPPER = "the calls inside it are recorded"
@@ -36,10 +36,10 @@ def role_of(module: nn.Module) -> Role:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module that computes, without torch's wrappers around it whose inside cannot be observed.
+    """Return the module inside of those wrappers of torch whose inner calls cannot be observed.
 
-    These are compiled modules, where Python does not run, and ``DataParallel``, which calls replicas. Where one of
-    them holds a ``DistributedDataParallel``, that is taken off as well.
+    These are compiled modules, in which Python does not run, and ``DataParallel``, which calls replicas. If one of them
+    contains a ``DistributedDataParallel``, that is removed as well.
     """
     inner = module
     while True:
@@ -54,19 +54,19 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def add_root(roots: list[nn.Module], module: nn.Module) -> None:
-    """Add what is inside of a module's wrappers to ``roots``, unless it is there."""
+    """Add the unwrapped ``module`` to ``roots``, unless it is there."""
     root = unwrapped(module)
     if not any(known is root for known in roots):
         roots.append(root)
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether torch.compile was asked for a module or for a part of it, in any of the ways that torch has."""
+    """Return whether torch.compile was applied to a module or to a part of it, in any of the ways that torch has."""
     return any(map(is_compiled_itself, module.modules()))
 
 
 def is_compiled_itself(module: nn.Module) -> bool:
-    """Return whether torch.compile was asked for a module, in any of the ways that torch has."""
+    """Return whether torch.compile was applied to a module, in any of the ways that torch has."""
     return (
         "_orig_mod" in module._modules
         or module._compiled_call_impl is not None
@@ -92,6 +92,6 @@ def has_forward(module: nn.Module) -> bool:
 def is_redirected(module: nn.Module, before: Any) -> bool:
     """Return whether a call replaced the instance's own ``forward``, which was ``before`` when the call began.
 
-    Such a ``forward`` was set for one call: a trainer sends another method through a wrapper with it.
+    A trainer sets such a ``forward`` for one call, to route another method through a wrapper.
     """
     return before is not None and vars(module).get("forward") is not before

@@ -1,4 +1,4 @@
-"""What a graph uses and does: found by walking it, without running it."""
+"""Finds what an autograd graph uses and does by walking it, without running it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from plumbline.replay.alias import CallOutputs
 _CALL: Any = CallOutputs._backward_cls
 
 _COPIES = frozenset({"CloneBackward0", "ToCopyBackward0", "AliasBackward0", "ViewBackward0", "UnsafeViewBackward0"})
-"""What a tensor with the values of another one comes from."""
+"""Nodes whose output has the values of their input."""
 
 
 @dataclass(frozen=True)
 class Graph:
-    """What the gradient of some tensors reaches.
+    """The autograd graph of some tensors.
 
-    ``leaves`` are the tensors at its ends. ``runs_code``: a backward pass runs Python functions of the script's.
+    ``leaves`` are its leaf tensors. ``runs_code``: its backward pass runs custom autograd functions in Python.
     ``is_reentrant``: it has a checkpoint that runs a backward pass inside of the backward pass.
     """
 
@@ -41,12 +41,12 @@ class Graph:
 
 
 def used_outside(outputs: Iterable[Tensor]) -> list[Tensor]:
-    """Return the leaves that a gradient of ``outputs`` reaches on a way that is not through a tracked call."""
+    """Return the leaves that a gradient of ``outputs`` reaches without passing through the inside of a tracked call."""
     return [node.variable for node in _walk(outputs, into_calls=False) if hasattr(node, "variable")]
 
 
 def is_received(tensor: Tensor) -> bool:
-    """Return whether a tensor with a gradient is a leaf, or a copy of one, that is no parameter."""
+    """Return whether a tensor that requires a gradient is a leaf, or a copy of one, but no parameter."""
     leaf = tensor
     for node in _walk([tensor], into_calls=True):
         if hasattr(node, "variable"):
@@ -58,7 +58,7 @@ def is_received(tensor: Tensor) -> bool:
 
 def _walk(outputs: Iterable[Tensor], *, into_calls: bool) -> Iterator[Any]:
     waiting: list[Any] = [one.grad_fn for one in outputs if one.grad_fn is not None]
-    seen: dict[int, Any] = {}  # holds the nodes, since another could get the identity of one that is gone
+    seen: dict[int, Any] = {}  # keeps the nodes alive, so that their ids stay unique
     while waiting:
         node = waiting.pop()
         if node is None or id(node) in seen:

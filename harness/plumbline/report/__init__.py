@@ -1,1 +1,1 @@
-"""What people read of a run's records, in every format. Nothing here launches, judges or measures."""
+"""Reports on a run's records, in every format. Nothing here launches, judges or measures."""

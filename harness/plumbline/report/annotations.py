@@ -1,4 +1,4 @@
-"""Findings at lines of files, for the systems that run CI: as commands to GitHub Actions, as SARIF, for GitLab."""
+"""Findings with file and line for CI systems: GitHub Actions commands, SARIF, and GitLab's code quality report."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from plumbline.report.text import place_and_size, printable_lines
 
 @dataclass(frozen=True)
 class Annotation:
-    """What is wrong, by its cause's name ``rule``; ``source`` is a file and a line, if known.
+    """One problem. ``rule`` is the name of its cause; ``source`` is a file and a line, if known.
 
-    ``key`` is the same in every run that has the same problem. ``details`` are further facts, as JSON values.
+    ``key`` is the same in every run with the same problem. ``details`` are further facts, as JSON values.
     """
 
     rule: str
@@ -47,7 +47,7 @@ def annotate(
 
 
 def _in_repository(file: str, line: int) -> tuple[str, int]:
-    """Return a place relative to the repository, as CI systems want it; ``file`` is relative to the current folder."""
+    """Return a place relative to the repository, as CI systems expect; ``file`` is relative to the current folder."""
     here = Path.cwd()
     root = next((folder for folder in (here, *here.parents) if (folder / ".git").exists()), here)
     place = here / file
@@ -59,7 +59,7 @@ _IN_PROPERTY = {**_IN_MESSAGE, **str.maketrans({":": "%3A", ",": "%2C"})}
 
 
 def github_commands(annotations: Iterable[Annotation]) -> str:
-    """Return a line for each annotation. Text from outside cannot begin a line, nor end a property."""
+    """Return one command line per annotation. Outside text is escaped: it cannot begin a line or end a property."""
     return "".join(f"{_command(one)}\n" for one in annotations)
 
 
@@ -71,7 +71,7 @@ def _command(one: Annotation) -> str:
 
 
 def code_quality(annotations: Iterable[Annotation]) -> str:
-    """Return GitLab's report on code quality. It has places in files of the repository alone."""
+    """Return GitLab's code quality report, without annotations that have no place in a file of the repository."""
     problems = [
         {
             "check_name": one.rule,
@@ -91,7 +91,7 @@ SCHEMA: Final = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/sche
 
 
 def sarif(annotations: Sequence[Annotation], *, succeeded: bool, properties: dict[str, Any]) -> str:
-    """Return a log with one run. ``succeeded``: everything was judged; ``properties`` say what it was about."""
+    """Return a SARIF log with one run. ``succeeded``: everything was judged; ``properties`` describe the run."""
     rules = list(dict.fromkeys(one.rule for one in annotations))
     driver = {
         "name": "Plumbline",

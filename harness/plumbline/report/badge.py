@@ -1,4 +1,4 @@
-"""A badge: an SVG with a label and a value, as README files show them."""
+"""SVG badges with a label and a value, for README files."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from xml.sax.saxutils import escape, quoteattr
 from plumbline.report.text import printable
 
 GOOD, BAD, UNCLEAR = "#00664b", "#a83f00", "#5b6370"
-"""Each has a contrast of at least 4.5 with white."""
+"""Each has a contrast ratio of at least 4.5 to white."""
 
 _LABEL: Final = "#30363d"
-_WIDTH: Final = 6.6  # pixels of a character at 11 pixels; ``textLength`` fits the text to what was reckoned
+_WIDTH: Final = 6.6  # pixels per character at font size 11; ``textLength`` fits the text to the computed width
 
 
 def badge(label: str, value: str, colour: str) -> str:
@@ -33,5 +33,5 @@ def badge(label: str, value: str, colour: str) -> str:
 
 
 def verdict_badge(answer: str) -> str:
-    """Return the badge of an answer of ``plumbline check``, such as ``right``."""
+    """Return the badge for an answer of ``plumbline check``, such as ``right``."""
     return badge("plumbline", answer, {"right": GOOD, "wrong": BAD}.get(answer, UNCLEAR))

@@ -24,9 +24,9 @@ from plumbline.results.fields import Count, Text, XNoise, document_schema
 from plumbline.results.records import CellRecord
 from plumbline.results.run import Run
 
-VERSION: Final = 1  # of the schema; a field may be added without a new one
+VERSION: Final = 1  # of the schema; adding a field does not change it
 FILE: Final = Path(__file__).with_name("report.schema.json")
-Number = XNoise  # a number that may be infinite, which is the string ``inf``
+Number = XNoise  # a number; infinity is the string ``inf``
 
 
 class ReportedCell(CellRecord):
@@ -123,7 +123,7 @@ class ReportDocument(BaseModel):
 
 
 def as_json(run: Run) -> str:
-    """Return the object in ASCII, with a final line break; NaN is null, an infinite number the string ``inf``."""
+    """Return the document as ASCII with a final line break. NaN becomes null, infinity the string ``inf``."""
     cells = cell_table(run)
     document = ReportDocument(
         run=facts(run),
@@ -157,7 +157,7 @@ FORMAT = ReportFormat("for programs, everything that the pages show", as_json)
 
 
 def metrics_csv(run: Run) -> str:
-    """Return one row a metric. An infinite number is ``inf``, a missing one is empty."""
+    """Return one row per metric. An infinite number is ``inf``, a missing one is empty."""
     return _as_csv(metrics_table(run))
 
 
@@ -194,7 +194,7 @@ def _annotation(run: Run, group: FailureGroup) -> Annotation:
     family = f" ({group.family})" if group.family else ""
     source = run.header.sources.get(first.subject)  # where the subject's function begins
     if first.expected is not None and first.is_unexpectedly_good:
-        source = first.expected.source  # the entry of an expectation that is not met any more
+        source = first.expected.source  # the entry of an expectation that is no longer met
     return annotate(
         first,
         message_of(first),

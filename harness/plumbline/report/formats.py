@@ -1,8 +1,8 @@
 """The formats of a report: the registry that ``plumbline report --format`` and the end of a run read.
 
-A format is a ``ReportFormat`` in a module, and one line in ``FORMATS``. A package of one's own adds a line with
-``FORMATS["yaml"] = "my_package.yaml_report:FORMAT"``, or without any call by an entry point in the group
-``plumbline.report_formats`` with the same name and value.
+A format is a ``ReportFormat`` in a module and one line in ``FORMATS``. Your own package adds this line with
+``FORMATS["yaml"] = "my_package.yaml_report:FORMAT"``, or with an entry point of the same name and value in the group
+``plumbline.report_formats``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FORMATS: Final[dict[str, str]] = {
     "github": "plumbline.report.for_programs:GITHUB",
     "code-quality": "plumbline.report.for_programs:CODE_QUALITY",
 }
-"""``module:attribute`` of each format by its name. Modules are imported when used: some need heavy libraries."""
+"""``module:attribute`` of each format by name. Modules are imported when used, because some need heavy libraries."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,14 @@ def format_names() -> list[str]:
 
 
 def report_format(name: str) -> ReportFormat:
-    """Return a format by its name; raise ``KeyError`` where there is none."""
+    """Return a format by its name; raise ``KeyError`` if there is none."""
     found = resolve_name(_locations()[name])
     assert isinstance(found, ReportFormat), f"{name}: {found!r} is not a ReportFormat"
     return found
 
 
 def write_report(run_path: Path) -> None:
-    """Write the files of every format into a run's folder; raise ``ResultsError`` where that is not possible."""
+    """Write the files of every format into a run's folder; raise ``ResultsError`` if that is not possible."""
     run = read_run(run_path)
     for name in format_names():
         for file, render in report_format(name).files.items():

@@ -240,7 +240,7 @@ def _wrong(groups: Sequence[FailureGroup], subjects: Sequence[SubjectCauses], *,
     doubts = [summary.doubt for summary in subjects if summary.doubt][:_MOST_SUBJECTS]
     for doubt in doubts:
         yield f"- {markdown(doubt)}"
-    shown = room - 3 - len(doubts) - 2  # the heading, the command, and how many more there are
+    shown = room - 3 - len(doubts) - 2  # room for the heading, the command, and the number of further causes
     several = len({group.subject for group in groups}) > 1
     for place, group in enumerate(groups[:shown]):
         finding, count = group.findings[0], len(group.findings)

@@ -1,4 +1,4 @@
-"""``plumbline show``: finding one cell of a run by a few words, and everything that the run knows about it."""
+"""``plumbline show``: finds one cell of a run by a few words, and shows everything that the run recorded about it."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ MOST_CANDIDATES: Final = 30
 COMMAND_WIDTH: Final = 96
 MEASURED: Final = "measured"
 _AFTER_WRONG: Final = (MISSING, KNOWN, Outcome.DEVIATES.value, Outcome.PASSED.value, MEASURED, *DECLINED)
-"""Outcomes of cells that did not go wrong, in the order of the list of candidates."""
+"""Outcomes of cells that did not go wrong, in the order in which candidates are listed."""
 
 _STYLES = {Outcome.PASSED: "green", Outcome.DEVIATES: "cyan", Outcome.UNSUPPORTED: "dim", Outcome.SKIPPED: "dim"}
 
 
 def cell_called(name: str, outcomes: Mapping[str, str]) -> str:
-    """Return the cell with the id ``name``, or the only one, or the only wrong one, that has all of its words.
+    """Return the cell with the id ``name``, or the only one, or the only wrong one, whose id has all words of ``name``.
 
-    Else it raises ``PlumblineError``, whose message lists the cells that match, those that went wrong first.
+    Otherwise raise ``PlumblineError``. Its message lists the matching cells, wrong ones first.
     """
     if name in outcomes:
         return name
@@ -91,7 +91,7 @@ def _rank(outcome: str) -> int:
 
 
 def one_cell(run: Run, cell: str, *, width: int = 100, colour: bool = False) -> str:
-    """Return everything that ``run`` has on a cell, in lines of at most ``width``; only a command may be longer."""
+    """Return everything that ``run`` recorded about a cell, in lines of at most ``width``; a command can be longer."""
     planned = [record for record in run.header.planned if record.cell == cell]
     results = [record for record in run.results if record.cell == cell]
     measurements = [record for record in run.measurements if record.cell == cell]

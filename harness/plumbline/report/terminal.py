@@ -1,4 +1,4 @@
-"""What pytest's last lines show of a run: the support table and the speed table, drawn by rich."""
+"""The support table and the speed table that pytest prints at the end of a run, drawn by rich."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def rendered(*parts: RenderableType, width: int, colour: bool) -> str:
 
 
 MOST_ROWS: Final = 40
-MOST_MISTAKES: Final = 6  # of a subject
+MOST_MISTAKES: Final = 6  # per subject
 _RATE = "samples/s"
 _SPEED_COLUMNS: Final = {_RATE: ("throughput",), "Scaling": EFFICIENCY, "Step": ("step_p50",), "Memory": MEMORY}
 _SPEED_LEGEND = "~~struck through~~: the same run found the configuration to be wrong: its speed does not count"
@@ -58,9 +58,9 @@ _LEGEND = {**IN_A_WORD, "K": "known: failed as expected", "X": "unexpected pass:
 def support_for_terminal(
     run: Run, width: int = 100, *, colour: bool = False, every: bool = False, counted: bool = True
 ) -> str:
-    """Return the support table, its legend, and the numbers of outcomes, in lines of at most ``width``.
+    """Return the support table, its legend, and the number of cells by outcome, in lines of at most ``width``.
 
-    Several subjects have a column each. Rows of which no cell is declared are left out, unless ``every``. With
+    If there are several subjects, each has a column. Rows without a declared cell are left out, unless ``every``. With
     ``counted``, a line says how many cells are not declared.
     """
     together = side_by_side(run, every=every)
@@ -86,7 +86,7 @@ def _rows(run: Run, *, every: bool) -> pd.DataFrame:
 
 
 def _marked(support: pd.DataFrame) -> list[str]:
-    """Return the columns in which some row has a mark."""
+    """Return the columns that have a mark in at least one row."""
     return [name for name in mark_columns() if name in support and (support[name] != "").any()]
 
 
@@ -143,7 +143,7 @@ def _mistakes(run: Run) -> Iterator[Text]:
 
 
 def speed_for_terminal(run: Run, width: int = 100, *, colour: bool = False) -> str:
-    """Return one line of main figures for each measured cell, at most ``width`` wide; nothing without measurements."""
+    """Return one line of main figures per measured cell, at most ``width`` wide; "" without measurements."""
     cells = measured_cells(run)
     if not cells:
         return ""

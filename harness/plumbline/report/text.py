@@ -1,4 +1,4 @@
-"""Text, numbers and findings as people read them. Text from a run is untrusted and never acts as markup."""
+"""Text, numbers and findings for readers. Text from a run is untrusted and never acts as markup."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from plumbline.core.finding import AnyFinding
 from plumbline.core.numbers import compact, x_noise
 
 _TERMINAL_SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
-# Controls, invisible formatting (which can turn the direction of text) and what UTF-8 cannot write.
+# Control characters, invisible formatting (which can reverse the direction of text) and what UTF-8 cannot encode.
 _UNPRINTABLE = ("Cc", "Cf", "Cs")
 _AS_ENTITY = {sign: f"&#{ord(sign)};" for sign in "\\|`"} | {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
 _AS_ESCAPE = {sign: f"\\{sign}" for sign in "*_~$[]#"}
@@ -35,7 +35,7 @@ _SIZES: Final = {
     "ratio": ((1.0, "×"),),
     "count": ((1.0, ""),),
 }
-"""Units that are shown with a prefix or a sign: size and name, the largest first."""
+"""Units that are shown with a prefix or a sign: size and name, largest first."""
 
 LARGEST: Final = 1e15  # a number beyond this is written with an exponent
 
@@ -47,7 +47,7 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """Return the text on its lines, tabs as spaces, without terminal control sequences."""
+    """Return the text with its lines kept, tabs as spaces, without terminal control sequences."""
     if text.isprintable():
         return text
     lines = _TERMINAL_SEQUENCE.sub("", text).expandtabs(4).splitlines()
@@ -68,7 +68,7 @@ def markdown(text: str) -> str:
 
 
 def markdown_code(text: str) -> str:
-    """Return a code span that shows the text as it is. Not for tables: there a pipe ends even a code span."""
+    """Return a code span that shows the text as it is. Not for tables, where a pipe ends even a code span."""
     line = printable(text)
     if not line:
         return ""
@@ -78,24 +78,24 @@ def markdown_code(text: str) -> str:
 
 
 def markdown_table_code(text: str) -> str:
-    """Return a code span for a table's cell, or escaped text where a code span would break the table."""
+    """Return a code span for a table's cell, or escaped text if a code span would break the table."""
     return markdown(text) if re.search(r"[\\|`]", text) else markdown_code(text)
 
 
 def percent(share: float) -> str:
-    """Return a share in percent; only what is everything or nothing is rounded to that."""
+    """Return a share in percent. Only an exact 0 or 1 is shown as 0 % or 100 %."""
     if share in (0, 1):
         return f"{100 * share:.0f} %"
     return f"{min(max(100 * share, 0.1), 99.9):.1f} %".replace(".0 %", " %")
 
 
 def in_two_digits(share: float) -> str:
-    """Return a distance as a percentage: norms that projections estimate are not known to more digits."""
+    """Return a distance as a percentage in two digits: norms estimated from projections are not more exact."""
     return f"{float(f'{100 * share:.2g}'):g} %"
 
 
 def without_hint(message: str, hint: str | None) -> str:
-    """Return what a finding's message observes, without what to change."""
+    """Return what a finding's message observes, without the hint on what to change."""
     for sign in (": ", "; "):
         head, found, tail = message.rpartition(f"{sign}{hint}") if hint else ("", "", "")
         if found:
@@ -104,7 +104,7 @@ def without_hint(message: str, hint: str | None) -> str:
 
 
 def listed(names: Iterable[object], most: int = 4) -> str:
-    """Return the first ``most`` names and how many there are beyond: ``a, b, c and 4 more``."""
+    """Return the first ``most`` names and the number of others: ``a, b, c and 4 more``."""
     every = list(map(str, names))
     more = f" and {len(every) - most} more" if len(every) > most else ""
     return ", ".join(every[:most]) + more
@@ -132,7 +132,7 @@ def names_itself(unit: str) -> bool:
 
 
 def unit_size(value: float, unit: str) -> tuple[float, str]:
-    """Return by what to divide ``value`` for showing it, and the name of that unit."""
+    """Return the number by which to divide ``value`` to show it, and the name of the resulting unit."""
     sizes = _SIZES.get(unit, ((1.0, unit),))
     return next((pair for pair in sizes if abs(value or 1.0) >= pair[0]), sizes[-1])
 
@@ -142,7 +142,7 @@ def with_unit(number: str, name: str) -> str:
 
 
 def digits(value: float) -> str:
-    """Return a number with three significant digits and thousands separators; nothing for a missing one."""
+    """Return a number with three significant digits and thousands separators; "" for a missing one (NaN)."""
     if not math.isfinite(value) or abs(value) >= LARGEST or 0 < abs(value) < 1e-3:
         return compact(value)
     if value == 0:
@@ -168,17 +168,17 @@ def location(finding: AnyFinding) -> list[str]:
 
 
 def place_and_size(finding: AnyFinding) -> str:
-    """Return where, and how large: ``step 0, rank 1, parameter head.weight, 57 × noise``; "" where neither is known."""
+    """Return where and how large: ``step 0, rank 1, parameter head.weight, 57 × noise``; "" if neither is known."""
     size = [] if finding.error_x_noise is None else [x_noise(finding.error_x_noise)]
     return ", ".join(location(finding) + size)
 
 
 def settings_in_words(settings: Mapping[str, Any]) -> str:
-    """Return options that the project's file gave, with their values; "" if there are none."""
+    """Return the options from the project's file, with their values; "" if there are none."""
     values = ", ".join(f"{name} = {in_toml(value)}" for name, value in settings.items())
     return f"settings of pyproject.toml: {values}" if settings else ""
 
 
 def in_toml(value: Any) -> str:
-    """Return a string, number, boolean or list of these as TOML; anything else in some form."""
+    """Return a string, number, boolean or list of these as TOML. Any other value is written approximately."""
     return json.dumps(value, ensure_ascii=False, default=str)

@@ -18,7 +18,7 @@ class ResultsError(PlumblineError):
 
 
 class ReportDirUnusable(ResultsError):
-    """The report directory is missing, not a directory, or not ours to write in."""
+    """The report directory is missing, not a directory, or not writable."""
 
 
 class RunNotFound(ResultsError):
@@ -42,7 +42,7 @@ class NewerSchema(ResultsError):
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write ``text`` to ``path``, over an existing file or link, or raise ``ResultsError``."""
+    """Write ``text`` to ``path``, replacing an existing file or link, or raise ``ResultsError``."""
     beside = _name_beside(path)
     try:
         beside.write_bytes(text.encode())
@@ -54,7 +54,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def point_symlink(link: Path, target: str) -> None:
-    """Make ``link`` a symlink to ``target``, over an existing link; raise ``OSError`` where that is not possible."""
+    """Make ``link`` a symlink to ``target``, replacing an existing link; raise ``OSError`` if that is not possible."""
     beside = _name_beside(link)
     try:
         beside.symlink_to(target, target_is_directory=True)
@@ -88,7 +88,7 @@ def trace_folder(run_path: Path, cell: str) -> Path | None:
 
 
 def log_tails(run_path: Path, cell: str) -> list[tuple[str, str]]:
-    """Return the last lines of a cell's logs that are not empty, each with the ranks that wrote it."""
+    """Return the last lines of a cell's non-empty logs, each with the ranks that wrote them."""
     folder = trace_folder(run_path, cell)
     ranks: dict[str, list[str]] = {}
     for rank, tail in _tails(folder) if folder else ():
@@ -97,7 +97,7 @@ def log_tails(run_path: Path, cell: str) -> list[tuple[str, str]]:
 
 
 def _tails(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield the ends of the logs of the launch, then of the interrupted and resumed ones, in folders of their own."""
+    """Yield the ends of the logs of the launch, then of the interrupted and resumed launches in their own folders."""
     for launch in (folder, *sorted(inner for inner in folder.iterdir() if inner.is_dir() and not inner.is_symlink())):
         logs = {int(number): log for log in launch.glob("rank-*.log") if (number := log.stem[5:]).isdecimal()}
         for rank, log in sorted(logs.items()):

@@ -75,10 +75,10 @@ class Header(Record):
         started: datetime | None = None,
         **fields: Any,
     ) -> Header:
-        """Return the header of a run of ``cells``, and of others that are ``measured``, from now or from ``started``.
+        """Return the header of a run that examines ``cells`` and measures ``measured``, begun now or at ``started``.
 
-        ``behaviors`` has the subjects' declarations of their way of training; cells without one are ordinary.
-        ``command[0]`` loses its folder, which could name the user's home in a public report.
+        ``behaviors`` has what subjects declare about how they train; cells without an entry are ordinary.
+        ``command[0]`` loses its folder, which could reveal the user's home in a public report.
         """
         started = started or datetime.now(timezone.utc)
         return cls(
@@ -122,5 +122,5 @@ class Footer(Record):
 
 
 def new_run_id(started: datetime) -> str:
-    """Return a name that sorts by time and that two runs of the same second do not share."""
+    """Return a name that sorts by time and differs between runs of the same second."""
     return f"{started.astimezone(timezone.utc):%Y%m%dT%H%M%SZ}-{secrets.token_hex(4)}"

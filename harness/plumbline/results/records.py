@@ -1,8 +1,8 @@
-"""The lines of ``results.jsonl`` about one cell: one result a finding, one measurement a figure.
+"""The lines of ``results.jsonl`` about one cell: a result for each finding, a measurement for each figure.
 
-Strict JSON, one object a line; the first and the last line are in ``header_footer``.
+Strict JSON, one object per line; the first and the last line are in ``header_footer``.
 
-Unknown fields are ignored, so that fields may be added within a schema version. JSON has no infinity: an infinite
+Unknown fields are ignored, so that fields can be added within a schema version. JSON has no infinity: an infinite
 ``error_x_noise`` is the string ``"inf"``; NaN is stored as ``"inf"`` too, because no multiple of noise explains it; a
 missing one is null.
 """
@@ -24,17 +24,17 @@ from plumbline.results.fields import AtLeastOne, Count, Figure, Text, XNoise
 
 _LONGEST_MESSAGE = 10_000
 KNOWN: Final = "known"
-"""How a cell ends whose bad findings were all expected. Not one of ``Outcome``: its checks did fail."""
+"""The end of a cell whose bad findings were all expected. It is not in ``Outcome``, because its checks did fail."""
 
 UNEXPECTED_PASS: Final = "unexpected pass"
-"""How a cell ends that should have failed, and in which nothing did but what was expected to."""
+"""The end of a cell in which an expected failure did not occur, and nothing failed unexpectedly."""
 
 PERFORMANCE: Final = "performance"
-"""The check of a measured cell: its outcome is that of the measurement, and says nothing about correctness."""
+"""The check of a measured cell. Its outcome is that of the measurement, and says nothing about correctness."""
 
 
 class Coordinates(NamedTuple):
-    """A cell as a key; ``gpus`` are those of a node, ``mesh`` is the mesh that the user chose for them, as ``4x2``."""
+    """A cell as a key; ``gpus`` is the number per node, ``mesh`` is the mesh that the user chose for them (``4x2``)."""
 
     subject: str
     workload: str
@@ -107,7 +107,7 @@ class SourceLine(Record):
 
     @classmethod
     def of(cls, file: str | Path, line: int) -> SourceLine | None:
-        """Return the place; None where the file belongs to an installed package, or does not lie below this folder."""
+        """Return the place; None if the file belongs to an installed package, or is not below the current folder."""
         below = Path(os.path.relpath(file))
         if below.parts[0] == os.pardir or "site-packages" in below.parts:
             return None
@@ -293,7 +293,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
-    """Return the items by their keys; keys and items in the order in which they come."""
+    """Return the items by key. Keys and items stay in order of appearance."""
     groups: dict[K, list[T]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -307,8 +307,8 @@ def by_cell(records: Iterable[R]) -> dict[Coordinates, list[R]]:
 def ending(results: Sequence[Result]) -> Outcome | Literal["known", "unexpected pass"]:
     """Return the outcome of a cell with these findings, at least one: the worst outcome that was not expected.
 
-    What follows from another finding counts only where nothing else is bad. It is ``known`` if all bad findings were
-    expected, and an ``unexpected pass`` if a finding is better than expected.
+    The consequence of another finding counts only if nothing else is bad. Without unexpected bad findings, the outcome
+    is an ``unexpected pass`` if a finding is better than expected, and ``known`` if bad findings were expected.
     """
     unknown = [result.outcome for result in results if not result.is_known]
     bad = [result for result in results if result.outcome.is_bad and not result.is_known]

@@ -28,13 +28,13 @@ _RECORD: TypeAdapter[Line] = TypeAdapter(Annotated[Line, Field(discriminator="ty
 
 
 def line_of(record: Line) -> bytes:
-    """Return the record as one line of UTF-8, its newline included; the last field is the others' CRC-32."""
+    """Return the record as one line of UTF-8 with its newline. The last field is the CRC-32 of the others."""
     body = record.model_dump_json().encode()
     return body[:-1] + b',"crc32":"%08x"}\n' % zlib.crc32(body)
 
 
 def record_of(line: bytes) -> Line:
-    """Read one line back; raise ``ChecksumError``, or pydantic's ``ValidationError`` where it is not a record."""
+    """Read one line back; raise ``ChecksumError``, or pydantic's ``ValidationError`` if it is not a record."""
     if (found := _CHECKSUM.search(line)) and zlib.crc32(line[: found.start()] + b"}") != int(found[1], 16):
         raise ChecksumError("its checksum does not match")
     return _RECORD.validate_json(line, strict=True)
@@ -58,7 +58,7 @@ def results_schema() -> dict[str, Any]:
 
 RESULTS = "results.jsonl"
 LATEST = "latest"
-PROFILES = "profiles"  # the folder in a run's for what profiled launches leave, a folder a cell
+PROFILES = "profiles"  # the subfolder of a run with the files of profiled launches, one folder per cell
 
 # In bytes: far above what a run writes, and low enough that a hostile file cannot exhaust the memory.
 LARGEST_FILE = 1 << 29
@@ -83,7 +83,7 @@ class Run:
 
     @property
     def whole(self) -> dict[Coordinates, tuple[Result, ...]]:
-        """The findings of each cell whose findings are all there."""
+        """The findings of each cell whose findings were all recorded."""
         return {
             coordinates: tuple(found)
             for coordinates, found in by_cell(self.results).items()
@@ -116,7 +116,7 @@ def read_run(path: Path) -> Run:
             f"for example the {LATEST} folder of a report directory."
         )
     try:
-        # One byte more than allowed tells whether there is more, even if the file grows meanwhile.
+        # One byte more than allowed shows whether the file is too large, even if it grows meanwhile.
         with file.open("rb") as stream:
             content = stream.read(LARGEST_FILE + 1)
     except OSError as error:

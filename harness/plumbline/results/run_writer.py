@@ -21,7 +21,7 @@ from plumbline.results.run import LATEST, RESULTS, ChecksumError, Line, Run, lin
 class RunWriter:
     """Appends the records of a run to its file. ``write`` returns when the operating system has them.
 
-    Without ``close`` (after a crash, or at the end of its ``with`` block) the run has no footer. Where the report
+    Without ``close`` (after a crash, or at the end of its ``with`` block) the run has no footer. If the report
     directory or the file cannot be written to, methods raise ``ReportDirUnusable`` or ``ResultsError``.
     """
 
@@ -42,10 +42,10 @@ class RunWriter:
 
     @classmethod
     def resume(cls, path: Path) -> tuple[RunWriter, Run]:
-        """Reopen the run at ``path`` after its last whole cell; return the writer, and the run up to there.
+        """Reopen the run at ``path`` after its last complete cell; return the writer, and the run up to there.
 
-        Records of a cell that is not whole were never reported, and are cut off. A run that is complete, or that
-        another process is writing, raises ``NothingToResume``; one that cannot be read or written to, ``ResultsError``.
+        Records of an incomplete cell were never reported, and are cut off. Raise ``NothingToResume`` if the run is
+        complete or another process is writing it, and ``ResultsError`` if it cannot be read or written to.
         """
         file = read_run(path).path / RESULTS
         writer = object.__new__(cls)

@@ -63,7 +63,7 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
     Args:
         strategy: ``"grid_search"`` or ``"random_search"``.
         seed: the seed of a random search.
-        settings: those of ``argparse.ArgumentParser``.
+        settings: further arguments of ``argparse.ArgumentParser``.
 
     Raises:
         SearchError: there is no such strategy.
@@ -80,7 +80,7 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
         """Add an argument; if it is ``tunable``, each of its ``options`` is tried.
 
         Raises:
-            SearchError: it is tunable and has no options, or one twice.
+            SearchError: it is tunable, and has no options or the same one twice.
         """
         action = self.add_argument(*names, **settings)
         if not tunable:
@@ -90,12 +90,12 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
         self._options[action.dest] = tuple(options)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Return the arguments, as argparse does, with the trials that they make."""
+        """Return the arguments, as argparse does, with the trials of the search."""
         return Hyperparameters(super().parse_args(args, namespace), dict(self._options), self._strategy, self._seed)
 
 
 def _combination(place: int, options: list[tuple[Any, ...]]) -> tuple[Any, ...]:
-    """Return the options at an index of the grid, which may be too large to iterate over."""
+    """Return the options at an index of the grid, which can be too large to iterate over."""
     found: list[Any] = []
     for choices in reversed(options):
         place, index = divmod(place, len(choices))
@@ -104,7 +104,7 @@ def _combination(place: int, options: list[tuple[Any, ...]]) -> tuple[Any, ...]:
 
 
 TRIALS = "PLUMBLINE_TRIALS"
-"""The environment variable, in a trial's job, with the file of the trials' hyper-parameters."""
+"""The environment variable of a trial's job that names the file with the trials' hyper-parameters."""
 
 
 class SlurmCluster:

@@ -1,4 +1,4 @@
-"""SLURM's batch scripts and commands: sbatch, squeue and, where the cluster has accounting, sacct."""
+"""SLURM's batch scripts and commands: sbatch, squeue and, if the cluster has accounting, sacct."""
 
 from __future__ import annotations
 

@@ -1,16 +1,17 @@
-"""Where the level of a figure changed from one run to another, among many figures that were measured run by run.
+"""Finds where the level of a figure changed from one run to another, among many figures that were measured run by run.
 
 **The noise has two parts**: launches of one run differ, and runs on different days differ by more than their launches
-do, because the machine drifts. The second shows only between runs: where at least ``FEWEST_RUNS`` are there, a run is
-one sample, and the spread of the runs on either side of a change is the noise, unless that of the launches is larger.
-With fewer runs the noise of launches is all there is; the minimum effect leaves room for drift, as it does where two
-runs are compared (``report.comparison.significance``).
+do, because the machine drifts. Drift shows only between runs. With at least ``FEWEST_RUNS`` runs, each run is one
+sample, and the noise is the spread of the runs on either side of a change, or the noise of launches if that is larger.
+With fewer runs, only the noise of launches is known; the minimum effect leaves room for drift, as in a comparison of
+two runs (``report.comparison.figure_changes``).
 
-**One change**: of all places where a series may be cut in two, the one whose difference is least likely by chance. Its
-chance is multiplied by the number of places (Bonferroni): the maximum over many places is large without any change too.
+**One change**: of all places where a series can be cut in two, the one whose difference is least likely by chance. Its
+p-value is multiplied by the number of places (Bonferroni), because the largest of many differences is large even
+without a change.
 
 **Many series**: Benjamini and Hochberg's procedure over all of them limits false alarms. **Many changes**: a series
-with a change is cut there, and its parts are looked at in the same way (binary segmentation: Scott and Knott, 1974).
+with a change is cut there, and its parts are searched in the same way (binary segmentation: Scott and Knott, 1974).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ FEWEST_RUNS: Final = 4
 """With three, one side has one run and the other two: a spread with one degree of freedom tells nothing."""
 
 Samples = Sequence[float]
-"""What the launches of one run measured, on the scale on which figures are subtracted."""
+"""The values of one run's launches, on the scale on which figures are subtracted."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class ChangePoint:
 
 @dataclass(frozen=True)
 class _Cut:
-    """The most likely change within the runs ``begin`` to ``end`` of a series; ``chance`` allows for all places."""
+    """The most likely change in the runs ``begin`` to ``end`` of a series; ``chance`` is corrected for all places."""
 
     series: int
     begin: int
@@ -60,7 +61,7 @@ class _Cut:
 
 
 def change_points(every: Sequence[Series]) -> list[list[ChangePoint]]:
-    """Return the changes of each series, in order. Among all that are found, one in twenty is a false alarm at most."""
+    """Return the changes of each series, in order. At most one in twenty of all changes found is a false alarm."""
     found: list[list[ChangePoint]] = [[] for _ in every]
     parts = [(number, 0, len(series.runs)) for number, series in enumerate(every)]
     while parts:
@@ -93,7 +94,7 @@ def _differences(runs: Sequence[Samples]) -> Iterator[tuple[int, Estimate]]:
 
 
 def _noise_of_launches(before: Sequence[Samples], after: Sequence[Samples]) -> tuple[float, float] | None:
-    """Return the standard error that launches alone explain, with its degrees of freedom; None without any repeated."""
+    """Return the standard error from launches alone, and its degrees of freedom; None if a side has no repeated one."""
     parts = []
     for side in (before, after):
         repeated = [samples for samples in side if len(samples) > 1]
@@ -105,7 +106,7 @@ def _noise_of_launches(before: Sequence[Samples], after: Sequence[Samples]) -> t
 
 
 def _noise_of_runs(before: Sequence[Samples], after: Sequence[Samples]) -> tuple[float, float] | None:
-    """Return the standard error that the spread of runs explains, which is taken as equal on both sides."""
+    """Return the standard error from the spread of runs, assumed equal on both sides, and its degrees of freedom."""
     freedom = len(before) + len(after) - 2
     if freedom < FEWEST_RUNS - 2:
         return None

@@ -10,16 +10,16 @@ a hundred, and t does 94 to 97 times, also where noise is skewed or one launch i
 (``tests/performance/test_estimate.py``). A rank test of three against three cannot report less than 10 %, and one of
 five against five not less than 0.8 %, which no correction for many figures leaves significant.
 
-**On logarithms**, because noise multiplies times and rates, and then the interval of B/A is that of A/B inverted.
+**On logarithms**, because noise multiplies times and rates, and the interval of B/A is then the inverse of that of A/B.
 
-**Welch's t** compares independent samples. It keeps its 5 % error with three launches a side, also where launches are
+**Welch's t** compares independent samples. It keeps its 5 % error with three launches per side, even if launches are
 skewed, heavy-tailed, or sometimes disturbed: such noise widens its interval sooner than it moves it
-(``tests/comparison/test_estimate.py``). Between equal sides a percentile bootstrap of the means, made for 5 % of error,
-errs in 12 % of cases at five launches and in 19 % at three, and BCa is no better.
+(``tests/comparison/test_estimate.py``). Between equal sides, a percentile bootstrap of the means that is meant to err
+in 5 % of cases errs in 12 % at five launches and in 19 % at three, and BCa is no better.
 
-**A paired t** compares rounds. Where A and B were launched in turns, round by round, a machine that drifts moves both:
+**A paired t** compares rounds. If A and B were launched in turns, round by round, a machine that drifts moves both:
 the difference within each round is a sample. Two separate runs do not record what happened between them;
-``report.comparison.significance`` allows for that.
+``report.comparison.figure_changes`` allows for that.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WIDEST_RATIO: Final = 2.0
 """A figure whose upper bound is twice its lower one cannot even distinguish two devices from one: it is refused."""
 
 WIDEST_SHARE: Final = 0.5
-"""A share of the step that may be anything between a quarter and three quarters names no cause: it is refused."""
+"""A share of the step that can be anything between a quarter and three quarters names no cause: it is refused."""
 
 _LARGEST_EXPONENT = 700.0  # exp(709.8) is the largest float
 
@@ -101,9 +101,9 @@ class FigureInterval:
 
 
 def figure_interval(samples: Sequence[float], *, share: bool = False) -> FigureInterval:
-    """Return the median of ``samples``, one a launch, with a confidence interval for what is typical of a launch.
+    """Return the median of ``samples``, one per launch, with a confidence interval for the typical launch.
 
-    The figure is ratio-scaled, or a ``share`` of a whole (0 to 1). Where a sample is not positive, no logarithms are
+    The figure is ratio-scaled, or a ``share`` of a whole (0 to 1). If a sample is not positive, no logarithms are
     taken.
 
     Raises:
@@ -115,7 +115,7 @@ def figure_interval(samples: Sequence[float], *, share: bool = False) -> FigureI
     if not estimate.error:
         return FigureInterval(samples[0], samples[0], samples[0], None)
     typical = median(scaled)
-    # The samples of a bimodal distribution may have their median outside of the interval of the mean.
+    # The median of samples from a bimodal distribution can be outside the interval of the mean.
     low, high = min(estimate.interval[0], typical), max(estimate.interval[1], typical)
     if logarithmic:
         typical, low, high = math.exp(typical), math.exp(low), math.exp(min(high, _LARGEST_EXPONENT))
@@ -126,13 +126,13 @@ def figure_interval(samples: Sequence[float], *, share: bool = False) -> FigureI
 
 
 def why_unstable(low: float, high: float, *, share: bool = False) -> str | None:
-    """Return, in a sentence, why a figure between these bounds is too uncertain to report; None where it is not."""
+    """Return, in a sentence, why a figure between these bounds is too uncertain to report; None if it is not."""
     wide = high - low >= WIDEST_SHARE if share else high >= WIDEST_RATIO * low
     return f"unstable: between {low:.3g} and {high:.3g}; increase --launches to narrow it" if wide else None
 
 
 def welch_difference(a: Sequence[float], b: Sequence[float]) -> Estimate:
-    """Estimate the mean of B minus that of A from independent samples, whose numbers and variances may differ.
+    """Estimate the mean of B minus that of A from independent samples, whose numbers and variances can differ.
 
     Raises:
         ValueError: a side has fewer than two samples.
@@ -142,15 +142,15 @@ def welch_difference(a: Sequence[float], b: Sequence[float]) -> Estimate:
 
 
 def combined_error(parts: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return the standard error of a sum, with its degrees of freedom, from squared errors with theirs."""
+    """Return the standard error of a sum and its degrees of freedom, from pairs of squared error and degrees."""
     squared = sum(part for part, _ in parts)
-    # Welch-Satterthwaite, in parts of the whole, which do not underflow. Without any variance, any number will do.
+    # Welch-Satterthwaite, with fractions of the sum, which do not underflow. Without variance, any number will do.
     freedom = 1 / sum((part / squared) ** 2 / degrees for part, degrees in parts) if squared else math.inf
     return math.sqrt(squared), freedom
 
 
 def paired_difference(a: Sequence[float], b: Sequence[float]) -> Estimate:
-    """Estimate the mean of B - A from rounds, in each of which both were launched.
+    """Estimate the mean of B - A from rounds in which both were launched.
 
     Raises:
         ValueError: the sides have different numbers of samples, or fewer than two.

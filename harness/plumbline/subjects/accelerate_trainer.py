@@ -30,7 +30,7 @@ def train(job):
             DistributedDataParallelKwargs(find_unused_parameters=job.unused_parameters),
         ],
     )
-    set_seed(job.seed, device_specific=True)  # Accelerate itself must make equal what has to be
+    set_seed(job.seed, device_specific=True)  # seeds differ, so that Accelerate itself must synchronise ranks
     bare = job.model()
     optimizers = job.optimizers(bare.parameters())
     schedulers = [scheduler for scheduler in map(job.scheduler, optimizers) if scheduler is not None]

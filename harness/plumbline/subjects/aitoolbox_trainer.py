@@ -1,10 +1,10 @@
 """AIToolbox's TrainLoop, which starts its own processes for ddp and gives each its samples.
 
-Spawned processes get the model in shared memory. Moving it to a GPU copies it, but on a CPU all ranks would step the
-same weights. The callback ``_OwnMemory`` copies it there.
+Spawned processes get the model in shared memory. Moving it to a GPU copies it, but on a CPU all ranks would update the
+same weights. There, the callback ``_OwnMemory`` copies it.
 
-AIToolbox imports packages for plots, uploads and reports that training does not use. Empty modules replace those that
-are not installed.
+AIToolbox imports packages for plots, uploads and reports that training does not use. Empty modules replace packages
+that are not installed.
 """
 
 import os
@@ -20,7 +20,7 @@ UNUSED = {
     "google": "google.cloud.storage",
     "torch.utils.tensorboard": "tensorboard",
 }
-"""Imported modules that training does not use, each with the module that shows whether it is installed."""
+"""Imported modules that training does not use, each with the module whose presence shows whether it is installed."""
 
 with installed_by("pip install tqdm && pip install aitoolbox --no-deps"), stand_ins(UNUSED):
     from aitoolbox.torchtrain.callbacks.abstract import AbstractCallback
@@ -62,7 +62,7 @@ class Criterion(nn.Module):
 
 
 class Loop(TrainLoop):
-    """The TrainLoop under a name that makes spawned processes import this file, and so the empty modules."""
+    """A subclass of TrainLoop, so that spawned processes import this file, which provides the empty modules."""
 
 
 class Schedule(GeneralLRSchedulerCallback):
@@ -113,7 +113,7 @@ def train_on_replicas(job):
 def fit(job):
     on_gpu = job.accelerator == "cuda"
     if not on_gpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # it would use a GPU
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # otherwise it would use a GPU
     model = Adapter(job.model())
     loop = Loop(
         model,

@@ -1,6 +1,6 @@
 """MosaicML Composer: its Trainer divides a batch into microbatches, clips with an algorithm, and writes checkpoints.
 
-A batch of Composer is a whole window of gradient accumulation.
+A Composer batch is a whole window of gradient accumulation.
 """
 
 import os

@@ -36,7 +36,7 @@ CAPABILITIES = frozenset(
 )
 
 LAUNCHES = ("rank", "node")
-"""What the harness starts a process for. With ``node``, the trainer starts its own ranks."""
+"""The harness starts a process per rank or per node. With ``node``, the trainer starts its own ranks."""
 
 Train = Callable[[Any], None]
 
@@ -82,7 +82,7 @@ def _sha256(train: Train) -> str | None:
         return None
     try:
         return sha256_of(module)
-    except Exception:  # looking at a module's contents may raise anything
+    except Exception:  # inspecting a module's contents can raise anything
         return None
 
 
@@ -114,38 +114,39 @@ def subject(
             If some of them support less than others, declare two functions with the same name, each for its backends.
         precisions: the precisions that it supports: ``64``, ``32``, ``16``, ``bf16``, ``bf16-true``, ``bf16-master``.
             If they depend on the accelerator, give a dict by ``cpu``, ``cuda`` and other types of torch's devices, with
-            ``*`` for every type that is no key. On others, the trainer is unsupported.
+            ``*`` for all types without a key. On other types, the trainer is unsupported.
         capabilities: what it supports beyond forward, backward, step, epochs and shuffling.
-        library: pip's name of the package under test. Reports show its version.
+        library: the name under which pip knows the package under test. Reports show its version.
         launch: ``rank``: the harness starts a process per rank, which calls ``train``. ``node``: it starts a process
             per node, and the trainer starts its ranks from there, with ``torch.multiprocessing`` or as scripts that
-            call ``plumbline.current_job()``. They are recorded in the same way.
+            call ``plumbline.current_job()``. Both are recorded in the same way.
         data: ``epochs``: each sample is used once per epoch, on one rank. ``iterations``: each rank draws its own
             samples, with or without replacement, for ``job.steps`` optimizer steps of ``job.accumulate`` batches each.
             The judge then checks that ranks draw independently, instead of checking epochs.
-        shuffle: ``job``: as ``job.shuffle`` says. ``always``: every epoch has a new order. ``never``: the order is that
-            of the dataset.
+        shuffle: ``job``: as ``job.shuffle`` says. ``always``: every epoch has a new order. ``never``: samples come in
+            the order of the dataset.
         buffers: ``shared``: all ranks begin each forward with the first rank's buffers, as DistributedDataParallel
-            does. ``per-rank``: each rank keeps the buffers of its own samples, as with ``broadcast_buffers=False``.
-            Such cells deviate, because one device computes something else.
+            does. ``per-rank``: each rank keeps its own buffers, which depend on its own samples, as with
+            ``broadcast_buffers=False``. Such cells deviate, because one device computes other buffers.
         loss: ``job``: it uses ``job.loss``. ``labels``: it computes its own loss, the mean cross entropy of the tokens
-            in the column ``labels`` without -100. Workloads with another loss are unsupported.
-        model: ``job``: it trains any model. ``adapters``: it trains adapters beside frozen layers, with an
-            implementation of its own. Workloads without any are unsupported.
+            in the column ``labels`` that are not -100. Workloads with another loss are unsupported.
+        model: ``job``: it trains any model. ``adapters``: it trains adapters of frozen layers, with its own
+            implementation of adapters. Workloads without adapters are unsupported.
         gradients: the dtype in which gradients of micro-batches and of ranks are summed if the precision is
-            ``bf16-master``. ``weights``: that of the model's weights, as in ``.grad`` and with DistributedDataParallel.
-            ``float32``: as with DeepSpeed's ``grad_accum_dtype`` or Megatron's ``accumulate_allreduce_grads_in_fp32``.
+            ``bf16-master``. ``weights``: the dtype of the model's weights, as in ``.grad`` and with
+            DistributedDataParallel. ``float32``: as with DeepSpeed's ``grad_accum_dtype`` or Megatron's
+            ``accumulate_allreduce_grads_in_fp32``.
         max_nodes: the maximum number of nodes. None: any number.
-        stages_per_rank: the number of stages of each rank of a pipeline.
-        max_stages: the maximum number of stages of a pipeline. None: any number.
-        divides: what the number of ranks must divide that hold parts of a model, a sequence or experts: ``heads`` of
-            attention, ``features`` of linear layers, ``experts``. Other cells are not trained.
-        devices: ``shared``: several of its ranks can share a device (``--oversubscribe``). ``own``: each needs one. On
-            CUDA, ranks that share a device communicate over gloo, and torch neither sends CUDA tensors from one rank to
-            another over it nor gathers them into one tensor.
+        stages_per_rank: the number of pipeline stages per rank.
+        max_stages: the maximum number of pipeline stages. None: any number.
+        divides: numbers that must be divisible by the number of ranks over which a model, a sequence or experts are
+            divided: ``heads`` of attention, ``features`` of linear layers, ``experts``. Other cells are not trained.
+        devices: ``shared``: several of its ranks can share a device (``--oversubscribe``). ``own``: each rank needs its
+            own. On CUDA, ranks that share a device communicate over gloo. Over gloo, torch can neither send CUDA
+            tensors from one rank to another nor gather them into one tensor.
 
     Raises:
-        SubjectError: a value is unknown, or the name cannot be part of a test id and a file name.
+        SubjectError: a value is unknown, or the name is not suitable for test ids and file names.
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+-]*", name):
         raise SubjectError(f"subject name {name!r}: use only letters, digits and . _ + -, because it names files")

@@ -1,7 +1,7 @@
-"""DeepSpeed: a training loop with its engine, with all stages of ZeRO, and its pipeline.
+"""DeepSpeed: a training loop with its engine and all ZeRO stages, and its pipeline.
 
 The pipeline is a PipelineModule of the model's layers, trained with ``engine.train_batch``
-(https://www.deepspeed.ai/tutorials/pipeline). Its accumulation steps are the micro-batches of a batch.
+(https://www.deepspeed.ai/tutorials/pipeline). DeepSpeed's accumulation steps are the micro-batches of a batch there.
 """
 
 import sys
@@ -19,7 +19,7 @@ with installed_by("pip install deepspeed"):
     import deepspeed
     from deepspeed.pipe import PipelineModule, TiedLayerSpec
 
-# On a CPU its first process would compile a kernel, and its lock would remain if the process is killed meanwhile.
+# On a CPU, DeepSpeed's first process would compile a kernel. If it is killed meanwhile, its lock file would remain.
 sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
 
 STAGES = {"none": 0, "ddp": 0, "pp": 0, "zero": 1, "zero2": 2, "fsdp": 3}
@@ -27,7 +27,7 @@ STAGES = {"none": 0, "ddp": 0, "pp": 0, "zero": 1, "zero2": 2, "fsdp": 3}
 CAPABILITIES = EVERY - {"several-optimizers", "sparse-gradients", "matrix-optimizer"}
 
 
-# It refuses to average gradients in float64.
+# DeepSpeed refuses to average gradients in float64.
 DECLARED = {"library": "deepspeed", "precisions": ["32", "16", "bf16"], "buffers": "per-rank"}
 
 
@@ -36,7 +36,7 @@ def train(job):
     fit(job)
 
 
-# ZeRO averages the gradients that a rank has. If ranks use different parameters, it hangs or fails.
+# ZeRO averages only the gradients that a rank has. If ranks use different parameters, it hangs or fails.
 OF_ZERO = CAPABILITIES - {"unused-parameters"}
 
 
@@ -72,7 +72,7 @@ def fit(job, backward=lambda engine, loss: engine.backward(loss)):
     model = job.model_with_loss()
     parameters = dict(model.model.named_parameters())
     optimizer = job.optimizer(model.parameters())
-    with job.trial():  # ZeRO creates the optimizer's state by a step with zero gradients
+    with job.trial():  # ZeRO takes a step with zero gradients to create the optimizer's state
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, lr_scheduler=job.scheduler(optimizer), config=settings(job)
         )
@@ -96,7 +96,7 @@ def fit(job, backward=lambda engine, loss: engine.backward(loss)):
             scale = scaler.get_scale() if scaler else None
             engine.step()
             if stepped and scaler and not engine.was_step_applied():
-                job.skipped(optimizer, scale)  # DeepSpeed does not tell its GradScaler
+                job.skipped(optimizer, scale)  # DeepSpeed skips this step without telling its GradScaler
             sums += weighted(loss, batch)
             if stepped and engine.global_steps == job.stop_after_step:
                 engine.save_checkpoint(job.checkpoint_dir, client_state={"epoch": epoch, "batches": number + 1})
@@ -120,7 +120,7 @@ def evaluate(engine, loader):
 
 
 def flat_parts(engine, parameters):
-    """Return this rank's part of each parameter; nothing if ZeRO does not divide them."""
+    """Return this rank's part of each parameter, or an empty dict if ZeRO does not partition parameters."""
     stage, zero = engine.zero_optimization_stage(), engine.optimizer
     if stage == 3:
         trained = {
@@ -143,7 +143,7 @@ def of_fragment(fragment, flat):
 
 
 def of_stage_3(parameter, trained):
-    # Each rank has the same number of entries; the last ones are padding.
+    # All ranks have the same number of entries; the last entries are padding.
     flat, offset, size = (parameter.ds_tensor, 0, parameter.partition_numel()) if trained is None else trained[:3]
     begin = min(deepspeed.comm.get_rank() * size, parameter.ds_numel)
     return FlatPart(flat, offset, min(size, parameter.ds_numel - begin), begin)
@@ -192,7 +192,7 @@ def fit_pipeline(job, engine):
 
 
 def in_epochs(job, sampler, loader):
-    """Yield the micro-batches of all epochs, for the first and the last stage."""
+    """Yield the micro-batches of all epochs as (inputs, labels), for the first and the last stage."""
     for epoch in range(job.epochs):
         sampler.set_epoch(epoch)
         for batch in loader:
@@ -212,7 +212,7 @@ def gather(model, held):
 
 
 def layers_of(model, columns):
-    """Return a job's model as a list of layers. The first one takes the batch."""
+    """Return a job's model as a list of layers, the first of which takes the batch."""
     if "views" in columns:
         return [lambda batch: batch["views"], *model.layers, lambda x: torch.nn.functional.normalize(x, dim=-1)]
     if hasattr(model, "by_token"):
@@ -252,7 +252,7 @@ def layers_of(model, columns):
 
 
 def drawn_layers(model):
-    """Yield the layers of a generated problem. Each sample's index is passed along, for dropout masks."""
+    """Yield the layers of a generated problem. They pass on each sample's index, which dropout masks depend on."""
     yield lambda batch: (batch["x"] if "x" in batch else batch["tokens"][:, :-1], batch["index"])
     yield Called(model.first, lambda first, both: (by_place(first(both[0])), both[1]))
     for layer in model.layers:
@@ -271,7 +271,7 @@ def by_place(x):
 
 
 class Tied(torch.nn.Embedding):
-    """An embedding that shares the weight of another."""
+    """An embedding that shares the weight of ``table``."""
 
     def __init__(self, table):
         super().__init__(*table.weight.shape)
@@ -279,7 +279,7 @@ class Tied(torch.nn.Embedding):
 
 
 class Called(torch.nn.Module):
-    """Layers, and how they are called."""
+    """Applies ``call`` to layers and an input."""
 
     def __init__(self, layers, call):
         super().__init__()

@@ -117,7 +117,7 @@ def _clip(job, fabric, model, optimizers):
     if len(optimizers) == 1:
         fabric.clip_gradients(model, optimizers[0], max_norm=job.clip_norm, error_if_nonfinite=False)
         return
-    # Fabric clips the gradients of one optimizer, and unscales those of several one by one as they step.
+    # Fabric clips the gradients of one optimizer at a time, and unscales each optimizer's gradients as it steps.
     scaler = getattr(fabric.strategy.precision, "scaler", None)
     scale = 1.0 if scaler is None else scaler.get_scale()
     torch.nn.utils.clip_grad_norm_(model.parameters(), job.clip_norm * scale)
@@ -129,7 +129,7 @@ def _mean_over_ranks(fabric, sums):
 
 
 def _precision(job):
-    # On a CPU the flag would mean bfloat16.
+    # On a CPU, the flag "16-mixed" would mean bfloat16.
     if job.precision == "16" and job.accelerator == "cpu":
         return {"plugins": [MixedPrecision("16-mixed", "cpu")]}
     return {"precision": PRECISIONS[job.precision]}

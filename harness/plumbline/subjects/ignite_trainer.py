@@ -33,7 +33,7 @@ CHECKPOINT = "checkpoint.pt"
 def train(job):
     with idist.Parallel(backend=job.comm if job.world_size > 1 else None) as parallel:
         parallel.run(_training, job)
-        gc.collect()  # a DistributedDataParallel that outlives its process group may hang (torch 2.13)
+        gc.collect()  # a DistributedDataParallel that outlives its process group can hang (torch 2.13)
 
 
 def _training(local_rank, job):

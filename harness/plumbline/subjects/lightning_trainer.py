@@ -22,7 +22,7 @@ class Adapter(pl.LightningModule):
         super().__init__()
         self.job, self.model = job, job.model()
         self.optimizer_count = len(job.optimizers(self.parameters()))
-        self.automatic_optimization = self.optimizer_count == 1  # with several, the module steps them
+        self.automatic_optimization = self.optimizer_count == 1  # the module itself steps several optimizers
 
     def training_step(self, batch, batch_idx):
         loss = self._logged("loss", batch)
@@ -128,7 +128,7 @@ def _strategy(job):
 
 
 def _precision(job):
-    # On a CPU the flag would mean bfloat16.
+    # On a CPU, the flag "16-mixed" would mean bfloat16.
     if job.precision == "16" and job.accelerator == "cpu":
         plugin = getattr(pl.plugins, "MixedPrecision", None) or pl.plugins.MixedPrecisionPlugin  # as before 2.1
         return {"plugins": [plugin("16-mixed", "cpu")]}

@@ -16,9 +16,9 @@ from plumbline.user_code.user_module import import_file, import_module
 class ShippedAdapter:
     """An adapter that ships, declared by ``module``.
 
-    ``library`` is pip's requirement for the library under test, None if it comes with Plumbline. ``dependencies`` is
-    what training needs of the library's dependencies; if given, the others are not installed. ``torch`` is the version
-    of torch that it needs, None for any.
+    ``library`` is pip's requirement for the library under test, None if it comes with Plumbline. If ``dependencies``
+    are given, only these dependencies of the library are installed. ``torch`` is the required version of torch, None
+    for any.
     """
 
     module: str
@@ -48,7 +48,7 @@ SHORT_NAMES: dict[str, ShippedAdapter] = {
     "composer": ShippedAdapter("plumbline.subjects.composer_trainer", "mosaicml", torch="torch==2.7.0"),
     "ray": ShippedAdapter("plumbline.subjects.ray_trainer", "ray[train]"),
     "deepspeed": ShippedAdapter("plumbline.subjects.deepspeed_trainer", "deepspeed"),
-    # It depends on some ninety packages for plots, uploads and reports.
+    # aitoolbox depends on some ninety packages for plots, uploads and reports.
     "aitoolbox": ShippedAdapter("plumbline.subjects.aitoolbox_trainer", "aitoolbox", dependencies=("tqdm",)),
 }
 
@@ -72,7 +72,7 @@ def parse_subject(text: str) -> tuple[str, str | None]:
 def load(locator: str) -> list[Subject]:
     """Return the subjects behind ``path/to/file.py``, ``path/to/file.py::name``, a module or a short name.
 
-    Several subjects may have the same name, each for its own backends.
+    Several subjects can have the same name, each for different backends.
     """
     place, _, wanted = locator.partition("::")
     if place.endswith(".py"):
@@ -89,7 +89,7 @@ def load(locator: str) -> list[Subject]:
     if not found:
         raise SubjectError(f"{place} declares no subject: decorate its train(job) with plumbline's @subject(...)")
     if place in SHORT_NAMES and any(declared.name == place for declared in found):
-        wanted = wanted or place  # its module may declare other subjects too
+        wanted = wanted or place  # its module can declare other subjects too
     chosen = [declared for declared in found if wanted in ("", declared.name)]
     if not chosen:
         names = dict.fromkeys(declared.name for declared in found)
@@ -102,7 +102,7 @@ class Shipped:
     """A subject that ships.
 
     ``library`` is its library with the installed version, None if it is not installed. ``declared`` has a declaration
-    for each group of backends. ``obstacle`` says why the subject cannot be imported.
+    for each group of backends. ``obstacle`` is the reason why the subject cannot be imported.
     """
 
     name: str

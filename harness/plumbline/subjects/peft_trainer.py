@@ -1,7 +1,7 @@
-"""Hugging Face PEFT: its LoRA layers around frozen ones, in the training loop of torch's tutorials.
+"""Hugging Face PEFT: its LoRA layers around frozen layers, in the training loop of torch's tutorials.
 
-The job's model has adapters of its own. PEFT makes others around the same frozen layers, and they get the layers of the
-job's adapters, so that the parameters that are trained have the job's names and values.
+The job's model already has adapters. PEFT creates LoRA layers around the same frozen layers. Their factors are then
+replaced with those of the job's adapters, so that the trained parameters have the job's names and values.
 """
 
 import copy
@@ -31,7 +31,7 @@ def train_sharded(job):
 
 
 class WithPeft:
-    """The job, with a model that PEFT has adapted."""
+    """The job, with adapters by PEFT in its model."""
 
     def __init__(self, job):
         self.job = job
@@ -44,7 +44,7 @@ class WithPeft:
 
 
 def adapted(model):
-    """Return a model of the frozen layers of ``model``, to which PEFT adds the others."""
+    """Return a model of the frozen layers of ``model``, to which PEFT has added LoRA layers."""
     frozen = copy.copy(model)
     frozen._modules = dict(model._modules)
     names = [name for name, layer in model.named_children() if isinstance(layer, Adapted)]

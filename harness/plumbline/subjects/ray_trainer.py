@@ -34,7 +34,7 @@ with installed_by("pip install 'ray[train]'"):
 )
 def train(job):
     on_gpu = job.accelerator == "cuda"
-    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # the paths of its sockets must be short
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # the paths of Ray's sockets must be short
     ray.init(
         num_cpus=job.gpus,
         num_gpus=job.gpus if on_gpu else 0,
@@ -56,7 +56,7 @@ def train(job):
 
 
 def work(config):
-    # Ray kills the workers when all have trained.
+    # Ray kills the workers when all have finished training.
     try:
         loop(config["job"])
     finally:

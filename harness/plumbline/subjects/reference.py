@@ -16,7 +16,7 @@ from plumbline.trainer.balanced import stage_training  # noqa: F401 - once here,
 
 
 class _Adapter(Module):
-    """The job as a module. The loss is computed from the gathered outputs of the process's devices."""
+    """The job as a module. It computes the loss from the gathered outputs of the process's devices."""
 
     def __init__(self, job: Any) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class _Adapter(Module):
         return DistributedDataParallel(model, device_ids=device_ids, find_unused_parameters=True)
 
     def configure_blocks(self) -> list[nn.Module] | None:
-        # A model that is not a plain sequence says where it may be cut.
+        # A model that is not a plain sequence declares where it can be split.
         declare = getattr(self.model, "configure_blocks", super().configure_blocks)
         blocks: list[nn.Module] | None = declare()
         return blocks

@@ -1,4 +1,4 @@
-"""What adapters share: imports of the libraries under test, and pieces of training loops."""
+"""Helpers that adapters share: imports of the libraries under test, and pieces of training loops."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class _StandIn(ModuleType):
 
 class _Nothing:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Accept any arguments: libraries may create objects when they are imported."""
+        """Accept any arguments, because libraries can create objects when they are imported."""
 
 
 class _Finder(MetaPathFinder, Loader):
@@ -80,13 +80,13 @@ class _Finder(MetaPathFinder, Loader):
         return _StandIn(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Leave it empty."""
+        """Leave the module empty."""
 
 
 def windows(loader: Any, accumulate: int) -> Iterator[tuple[int, Any, int, bool]]:
-    """Yield each batch of an epoch: its number, itself, the batches in its window, and whether it is the window's last.
+    """Yield the number of each batch of an epoch, the batch, the size of its window, and whether it is the last there.
 
-    The last window of an epoch may be shorter than ``accumulate``.
+    A window is the batches of one step. The last window of an epoch can be shorter than ``accumulate``.
     """
     for number, batch in enumerate(loader):
         first = number - number % accumulate
@@ -100,7 +100,7 @@ def ddp_options(job: Any) -> dict[str, bool]:
 
 
 def weighted(loss: Tensor, batch: Any) -> Tensor:
-    """Return a batch's loss times its number of samples, and that number: the sums of a mean over samples."""
+    """Return ``[loss × samples, samples]`` of a batch. Divide their sums for the mean over samples."""
     count = len(batch["index"])
     return torch.stack(
         [loss.detach().double() * count, torch.tensor(float(count), dtype=torch.float64).to(loss.device)]

@@ -1,8 +1,8 @@
-"""Sentence Transformers' trainer: a model of one module, losses that embed a batch, and a loss that gathers.
+"""Sentence Transformers' trainer: a model of one module, and losses that embed a batch or gather embeddings.
 
-A dataset has one column of texts: ``train 7`` is sample 7. Instead of tokenizing texts, the model's preprocessing looks
-up the samples and returns a batch of the job. If the job's samples are pairs, the loss is the library's
-MultipleNegativesRankingLoss, otherwise the job's.
+The datasets have one column of texts, such as ``train 7`` for sample 7. Instead of tokenizing texts, the model's
+preprocessing looks up the samples and returns a batch of the job. If the job's samples are pairs, the loss is the
+library's MultipleNegativesRankingLoss, otherwise the job's.
 """
 
 import copy
@@ -97,7 +97,7 @@ def train_gathering(job):
 
 def embed(job, gather=False):
     if job.world_size == 1:
-        # As if started without torchrun: in a process group of one, the trainer would drop incomplete batches.
+        # Train without torchrun's variables: in a process group of one rank, the trainer would drop incomplete batches.
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
             os.environ.pop(name, None)
     model = SentenceTransformer(modules=[JobEncoder(job)], device=job.device.type)

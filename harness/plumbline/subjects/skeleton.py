@@ -24,11 +24,11 @@ from plumbline import subject
 )
 def train(job):
     """Train ``job``. Each rank calls this in its own process, where torchrun's environment variables are set."""
-    # 1. Ranks. The processes are already started: RANK and WORLD_SIZE are set.
+    # 1. Ranks. The processes have been started already: RANK and WORLD_SIZE are set.
     torch.distributed.init_process_group(job.comm)
 
     # 2. Model and optimizer. Plumbline records the optimizer's steps and the weights of job.model(): train that
-    #    model, not a copy. You may wrap it.
+    #    model, not a copy. You can wrap it.
     model = DistributedDataParallel(job.model().to(job.device))
     optimizer = job.optimizer(model.parameters())
 
@@ -47,5 +47,5 @@ def train(job):
             optimizer.step()
             optimizer.zero_grad()
 
-    # 5. The end. Plumbline judges what has been recorded until here.
+    # 5. The end. Plumbline judges what it has recorded up to here.
     torch.distributed.destroy_process_group()

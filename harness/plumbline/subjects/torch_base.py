@@ -1,6 +1,6 @@
-"""Training by hand as in torch's tutorials, where each device has the whole model.
+"""A hand-written training loop as in torch's tutorials, where each device has the whole model.
 
-The other trainers of torch (``torch_*.py``) use the same loop and override what they do differently.
+The other torch trainers (``torch_*.py``) use the same loop and override what they do differently.
 """
 
 import inspect
@@ -52,14 +52,14 @@ class OneDevice:
         self.optimizers = job.optimizers(self.model.parameters())
 
     def backward_of(self, last):
-        """Return the context of a forward and its backward; ``last`` is true for the last of a window."""
+        """Return the context for the forward and backward of a batch. ``last``: it is the last batch of its window."""
         return nullcontext()
 
     def grad_scaler(self, job):
         return job.grad_scaler()
 
     def backward(self, job, scaler, batch, window, last):
-        """Compute the gradients of a batch, one of ``window``, and return its loss."""
+        """Compute the gradients of a batch, one of ``window`` batches of a step, and return its loss."""
         with self.backward_of(last):
             with job.autocast():
                 loss = job.loss(self.model(batch), batch)
@@ -76,11 +76,11 @@ class OneDevice:
         """Complete the weights after the optimizers have stepped."""
 
     def val_share(self, job):
-        """Return the validation samples of this rank. Without DDP, shares may be unequal."""
+        """Return the validation samples of this rank. Shares can be unequal, because ``bare`` is not wrapped in DDP."""
         return range(job.data_rank, len(job.val_dataset), job.data_ranks)
 
     def save(self, file, others):
-        """Write the full states of model and optimizers, and ``others``, once for all ranks. Every rank calls it."""
+        """Write the full states of model and optimizers, and ``others``, on rank 0. Every rank must call this."""
         states = self.states()
         if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
             torch.save({**states, **others}, file)
@@ -120,7 +120,7 @@ class Ddp(OneDevice):
 
 
 class WithMasterWeights:
-    """Float32 copies of the model's bfloat16 weights, which the optimizers step and from which these are rounded."""
+    """Float32 copies of the model's bfloat16 weights. Optimizers step the copies, which then update the weights."""
 
     def __init__(self, job):
         super().__init__(job)
@@ -158,7 +158,7 @@ class MasteredDevice(WithMasterWeights, OneDevice):
 
 
 class MasteredDdp(WithMasterWeights, Ddp):
-    """Gradients are averaged in bfloat16, before they are copied to the master weights."""
+    """DistributedDataParallel, with master weights. Gradients are averaged in bfloat16 before they are converted."""
 
 
 class Zero(Ddp):
@@ -175,7 +175,7 @@ class Zero(Ddp):
 
 
 def sharded(optimizer):
-    """Return a ZeroRedundancyOptimizer with the groups of ``optimizer``, which has not stepped yet."""
+    """Return a ZeroRedundancyOptimizer with the parameter groups of ``optimizer``, which must not have stepped yet."""
     taken = inspect.signature(type(optimizer)).parameters
     options = {name: value for name, value in optimizer.defaults.items() if name in taken}
     return ZeroRedundancyOptimizer(optimizer.param_groups, type(optimizer), **options)
@@ -236,7 +236,7 @@ def scale_gradients(parameters, norm, max_norm):
 
 
 def mean_over_ranks(job, total, count):
-    """Return the mean over the samples of all ranks; those of this rank are ``count`` and sum up to ``total``."""
+    """Return the mean over the samples of all ranks. This rank has ``count`` samples, whose sum is ``total``."""
     sums = torch.tensor([total, count], dtype=torch.float64, device=job.device)
     if job.world_size > 1:
         torch.distributed.all_reduce(sums)
@@ -244,7 +244,7 @@ def mean_over_ranks(job, total, count):
 
 
 def save(job, trainer, parts, progress):
-    # Progress is counted in samples over all ranks, because the training may resume on another number of ranks.
+    # Progress is counted in samples over all ranks, because another number of ranks can resume the training.
     others = {name: part.state_dict() for name, part in parts.items()}
     trainer.save(f"{job.checkpoint_dir}/checkpoint", {**others, "progress": progress})
 

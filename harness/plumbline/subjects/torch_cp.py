@@ -1,8 +1,8 @@
 """Training with torch's context parallelism: each rank has the whole model and two pieces of each sequence.
 
 https://docs.pytorch.org/tutorials/prototype/context_parallel.html. Within ``context_parallel``, attention exchanges
-keys and values between ranks, on GPUs only. Users must handle everything else that a model does with a whole sequence,
-so this supports only the workloads' transformer.
+keys and values between ranks, on GPUs only. Users must handle all other operations on a whole sequence, so this
+supports only the workloads' transformer.
 """
 
 import torch.distributed
@@ -42,7 +42,8 @@ class Cp(OneDevice):
         self.length = job.dataset[0]["tokens"].shape[0] - 1
 
     def backward_of(self, last):
-        # Reduces the positions to those of this rank, and exchanges keys and values in forward and backward.
+        # The context reduces the positions to those of this rank. Attention exchanges keys and values in forward and
+        # backward.
         self.places = torch.arange(self.length, device=next(self.model.parameters()).device)
         return context_parallel(self.mesh, buffers=[self.places], buffer_seq_dims=[0], no_restore_buffers={self.places})
 
@@ -63,7 +64,8 @@ class Cp(OneDevice):
         return layer.out(out.transpose(1, 2).flatten(2))
 
     def gathered(self, x, dim):
-        # All ranks compute the same loss of the gathered outputs, so gradients are too large by the number of ranks.
+        # All ranks compute the same loss from the gathered outputs, and the gather's backward sums their gradients, so
+        # gradients are too large by a factor of the number of ranks.
         return all_gather_tensor_autograd(x.contiguous(), dim, self.mesh)
 
     def before_step(self):

@@ -1,7 +1,7 @@
 """Training with expert parallelism: each rank holds some of the experts, and samples are sent to their experts.
 
-torch has no module for it. As in libraries for it, all_to_all_single exchanges the samples. The other parameters are
-trained as with DistributedDataParallel: each rank holds all of them, and their gradients are averaged.
+torch has no module for expert parallelism. As in libraries for it, all_to_all_single exchanges the samples. The other
+parameters are trained as with DistributedDataParallel: each rank holds all of them, and their gradients are averaged.
 """
 
 import torch.distributed
@@ -12,7 +12,7 @@ from plumbline.subjects.declare import subject
 from plumbline.subjects.torch_base import CAPABILITIES, OneDevice, fit, scale_gradients
 from plumbline.subjects.torch_fsdp import broadcast_buffers, load_parts, save_parts
 
-# GradScaler checks only the gradients of its own rank, and ranks have different experts: no float16.
+# No float16: GradScaler checks only the gradients of its own rank, and ranks have different experts.
 PRECISIONS = ["64", "32", "bf16", "bf16-true"]
 REFUSED = {"sparse-gradients", "unused-parameters", "several-optimizers"}
 
@@ -23,7 +23,7 @@ def train(job):
 
 
 class Ep(OneDevice):
-    """The model with its experts replaced by those of this rank."""
+    """The model with only this rank's experts."""
 
     def __init__(self, job):
         torch.distributed.init_process_group(job.comm)
@@ -44,7 +44,7 @@ class Ep(OneDevice):
         return load_parts(self.model, self.optimizers, file, others)
 
     def before_step(self):
-        # An expert already has the sum of the gradients of all ranks' losses.
+        # An expert's gradients are already summed over the losses of all ranks.
         for parameter in self.model.parameters():
             if parameter.grad is not None:
                 if id(parameter) not in self.own:
@@ -90,5 +90,5 @@ class OwnExperts(nn.ModuleDict):
 
 
 def exchange(rows, received, sent):
-    """Exchange rows: ``received`` and ``sent`` are the numbers of rows from and to each rank."""
+    """Exchange rows between ranks. ``received`` and ``sent`` are the numbers of rows from and to each rank."""
     return all_to_all_single_autograd(rows.contiguous(), received, sent, torch.distributed.group.WORLD).contiguous()

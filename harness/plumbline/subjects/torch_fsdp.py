@@ -1,9 +1,9 @@
 """Training with torch's fully_shard (FSDP2): each rank holds shards of weights and gradients.
 
-On a mesh of two dimensions it is HSDP: shards within each group of ranks, replicas over the groups.
+On a mesh of two dimensions this is HSDP: sharded within groups of ranks, replicated across groups.
 
-https://docs.pytorch.org/tutorials/intermediate/FSDP_tutorial.html. Mixed precision is autocast's: the tutorial's
-MixedPrecisionPolicy casts weights but not buffers, and then BatchNorm fails on a CPU.
+https://docs.pytorch.org/tutorials/intermediate/FSDP_tutorial.html. Mixed precision uses autocast, because the
+tutorial's MixedPrecisionPolicy casts weights but not buffers, and BatchNorm then fails on a CPU.
 """
 
 from contextlib import nullcontext
@@ -24,7 +24,7 @@ from plumbline.devices.calls import set_current
 from plumbline.subjects.declare import subject
 from plumbline.subjects.torch_base import CAPABILITIES, MASTER_WEIGHTS, PRECISIONS, OneDevice, fit
 
-# The optimizers' state by the names of parameters, because ranks may hold different ones.
+# Key the optimizers' state by parameter name, because ranks can hold different parameters.
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 SOME = StateDictOptions(strict=False)
 
@@ -32,7 +32,7 @@ SOME = StateDictOptions(strict=False)
 def save_parts(model, optimizers, folder, others, held=None):
     """Write this rank's parts of model and optimizers, and ``others``, which are the same on all ranks.
 
-    ``held`` names the parameters and buffers that this rank trains. None: all of the model's.
+    ``held`` names the parameters and buffers that this rank trains. None: all parameters and buffers of the model.
     """
     dcp.save({**parts(model, optimizers, held), **others}, checkpoint_id=folder)
 
@@ -66,7 +66,7 @@ COMPUTES_ON_A_CPU = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 7)
 
 OF_FSDP = [*PRECISIONS, MASTER_WEIGHTS]
 
-# It reduces neither sparse gradients nor those of parameters that only some ranks have used.
+# fully_shard reduces neither sparse gradients nor gradients of parameters that only some ranks have used.
 REFUSED = {"sparse-gradients", "unused-parameters"}
 
 
@@ -86,10 +86,10 @@ class Fsdp(OneDevice):
     """fully_shard, which gathers a layer's weights for its forward and backward, and averages gradients into shards."""
 
     def __init__(self, job):
-        # On two dimensions, weights are replicated along the first and sharded along the second.
+        # On a two-dimensional mesh, weights are replicated along the first dimension and sharded along the second.
         self.model = self.bare = shard(job.model().to(job.device), joined_mesh(job), **policy(job))
         self.model.register_forward_pre_hook(broadcast_buffers, prepend=True)
-        self.optimizers = job.optimizers(self.model.parameters())  # those of the shards
+        self.optimizers = job.optimizers(self.model.parameters())  # over the shards
 
     def backward_of(self, last):
         self.model.set_requires_gradient_sync(last)
@@ -99,7 +99,7 @@ class Fsdp(OneDevice):
         return range(len(job.val_dataset))  # a forward gathers weights, so all ranks need the same number
 
     def save(self, file, others):
-        # The next forward would begin with these buffers.
+        # The next forward would begin with rank 0's buffers, so save these.
         broadcast_buffers(self.model, ())
         save_parts(self.model, self.optimizers, file, others)
 
@@ -108,20 +108,20 @@ class Fsdp(OneDevice):
 
 
 def joined_mesh(job):
-    set_current(job.device)  # a mesh has only the type of its devices
+    set_current(job.device)  # because a mesh specifies only a device type
     torch.distributed.init_process_group(job.comm)
     return init_device_mesh(job.device.type, tuple(job.mesh.values()), mesh_dim_names=tuple(job.mesh))
 
 
 def policy(job):
-    """Return the option of fully_shard by which it gathers float32 weights as bfloat16, and reduces in float32."""
+    """Return the fully_shard option for master weights: gather float32 weights as bfloat16, reduce in float32."""
     if job.precision != MASTER_WEIGHTS:
         return {}
     return {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
 
 
 def shard(model, mesh, **options):
-    """Return the model with its weights sharded over the mesh, in units that are gathered one at a time."""
+    """Return the model with its weights sharded over the mesh. Each of its ``units`` is gathered separately."""
     for parameter in model.parameters() if options else ():
         parameter.data = parameter.data.float()  # the master weights; buffers have the dtype of the activations
     for layer in units(model):
@@ -130,7 +130,7 @@ def shard(model, mesh, **options):
 
 
 def units(model):
-    """Return the layers that the model only calls, inner ones first. It may use the weights of others itself."""
+    """Return the layers of Sequentials, innermost first. The model only calls these, but can use others' weights."""
     lists = [module for module in reversed(list(model.modules())) if isinstance(module, nn.Sequential)]
     return [layer for layers in lists for layer in layers if list(layer.parameters())]
 

@@ -1,9 +1,9 @@
-"""Training with torch.distributed.pipelining: the model is traced and cut into stages.
+"""Training with torch.distributed.pipelining: the model is traced and split into stages.
 
-https://docs.pytorch.org/docs/stable/distributed.pipelining.html. What torch leaves to its users is done here: summing
-the gradients of tied weights, the norm over all stages, telling all ranks about infinities, and averaging over
-micro-batches. ``scale_grads`` does not support accumulation: it would divide the gradients of a window's earlier
-batches again.
+https://docs.pytorch.org/docs/stable/distributed.pipelining.html. torch leaves some tasks to its users, which this file
+does: it sums the gradients of tied weights, computes the norm over all stages, tells all ranks about infinities, and
+averages over micro-batches. ``scale_grads`` does not support accumulation: it would divide the gradients of a window's
+earlier batches again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CAPABILITIES = ["accumulation", "clipping", "scheduler", "checkpoint", "frozen-p
 class Schedule:
     """A schedule of torch: its class, and the number of stages per rank.
 
-    Stages go round the ranks or, if they ``turn``, from the first rank to the last and back.
+    Stages are assigned to ranks in a loop or, with ``turn``, in a V: from the first rank to the last and back.
     """
 
     make: type
@@ -70,7 +70,7 @@ class Stages(OneDevice):
         self.job = job
         self.model = job.model().to(job.device)
         numbers = [schedule.stages_of(rank, job.world_size) for rank in range(job.world_size)]
-        # Tracing is not training. It needs autocast, because stages expect the dtypes that were traced.
+        # Tracing is not training, so it is a trial. It needs autocast, because stages expect the traced dtypes.
         with job.trial(), torch.random.fork_rng(devices=[]), job.autocast():
             example = self.micro_batch()
             self.columns = columns_used(self.model, example)
@@ -87,7 +87,7 @@ class Stages(OneDevice):
             self.holder_of[name] = min(holders, default=0)
             if len(holders) > 1 and isinstance(tensor, nn.Parameter):
                 self.shared[tensor] = min(holders), torch.distributed.new_group(holders)
-        # build_stage warms up consecutive stages of one rank by sending messages to itself, and gloo raises
+        # If a rank has consecutive stages, build_stage warms them up with messages to the same rank, and gloo raises
         # (suites/expectations/reproductions/torch_pipeline_in_a_v.py).
         built = built_by_hand if schedule.turn else Pipe.build_stage
         stages = [built(pipe, number, job.device) for number in numbers[job.rank]]
@@ -99,20 +99,20 @@ class Stages(OneDevice):
         self.scaler = ShardedGradScaler(job.device.type, enabled=job.grad_scaler().is_enabled())
         self.scaler.scale(
             torch.zeros((), device=job.device)
-        )  # creates the scale: only the last stage scales a loss, but all unscale
+        )  # creates the scale: only the last stage scales a loss, but all stages unscale gradients
 
     def gather(self):
         for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
             torch.distributed.broadcast(tensor.data, self.holder_of[name])
 
     def micro_batch(self):
-        """Return the first micro-batch of the dataset, which has the shapes that stages exchange."""
+        """Return the first micro-batch of the dataset. All micro-batches have its shapes."""
         rows = range(self.job.batch_size // self.job.micro_batches)
         batch = next(iter(DataLoader(self.job.dataset, batch_size=len(rows), sampler=rows)))
         return {name: column.to(self.job.device) for name, column in batch.items()}
 
     def recorded(self, forward, first):
-        """Return a stage's forward. That of the rank's first stage calls the job's model, so that it is recorded."""
+        """Return a stage's forward. The rank's first stage calls it through the job's model, which is recorded."""
 
         def computed(*args, **kwargs):
             with self.job.autocast():
@@ -124,7 +124,7 @@ class Stages(OneDevice):
         return computed
 
     def loss(self, outputs, index):
-        """Return the part of a micro-batch in the mean over the window."""
+        """Return the scaled share of a micro-batch in the mean loss over the window."""
         with self.job.autocast():
             loss = self.job.loss(outputs, self.batch_of(index))
         return self.scaler.scale(loss / self.job.micro_batches / self.window)
@@ -165,7 +165,7 @@ class Stages(OneDevice):
 
 
 class OfColumns(nn.Module):
-    """The model as a module that takes the columns of a batch. Tracing requires that it uses all of them."""
+    """The model as a module that takes the columns of a batch. For tracing, it must use all of them."""
 
     def __init__(self, model, names):
         super().__init__()
@@ -189,9 +189,9 @@ def columns_used(model, batch):
 
 
 def cuts(model, stages):
-    """Return where to cut the model into stages of equal numbers of layers, or one fewer.
+    """Return where to split the model into stages whose numbers of layers differ by at most one.
 
-    If the model has fewer layers than stages, the layers of its Sequentials count.
+    If the model has fewer layers than stages, the layers within its child modules are counted.
     """
     layers = [name for name, _ in model.named_children()]
     if len(layers) < stages:
@@ -202,7 +202,7 @@ def cuts(model, stages):
 
 
 def built_by_hand(pipe, number, device):
-    """Return a stage with the shapes of its inputs and outputs, so that torch does not run it to find out."""
+    """Return a stage with given input and output shapes, so that torch does not run it to infer them."""
     graph = pipe.get_stage_module(number).graph
     inputs = [node.meta["val"] for node in graph.nodes if node.op == "placeholder"]
     outputs = [node.meta["val"] for node in tree_leaves(graph.output_node().args)]
@@ -214,7 +214,7 @@ def built_by_hand(pipe, number, device):
 
 
 def tie(module, model):
-    """Give a stage the model's own parameters, because tracing copies tied ones, and return it."""
+    """Replace a stage's parameters with the model's, because tracing copies tied ones, and return the stage."""
     for name, _ in list(module.named_parameters()):
         owner, _, last = name.rpartition(".")
         setattr(module.get_submodule(owner), last, model.get_parameter(name.removeprefix("model.")))
@@ -228,7 +228,7 @@ def holds(module, tensor):
 def without_parameters(job):
     """Return the job's optimizers for a stage without parameters.
 
-    All ranks take part when the scaler checks for infinities, and a checkpoint may contain the schedules of any rank.
+    All ranks take part when the scaler checks for infinities, and a checkpoint can contain the schedules of any rank.
     """
     optimizers = job.optimizers([nn.Parameter(torch.zeros(0))])
     for optimizer in optimizers:

@@ -1,6 +1,6 @@
 """Training with each schedule of torch.distributed.pipelining: one subject per schedule.
 
-Schedules with several stages per rank get two, the only number that V-shaped schedules support.
+Schedules with several stages per rank have two, the only number that V-shaped schedules support.
 """
 
 from torch.distributed import pipelining
@@ -18,13 +18,13 @@ SCHEDULES = {
     "zbv-zero-bubble": ("ScheduleZBVZeroBubble", 2),
     "dualpipev": ("ScheduleDualPipeV", 2),
 }
-"""torch's classes, some of them only in later versions, and the stages of each rank."""
+"""torch's class, which some versions lack, and the number of stages per rank, by schedule."""
 
 TURNING = ("zbv-zero-bubble", "dualpipev")
 """V-shaped schedules: stages go from the first rank to the last and back."""
 
 MAX_STAGES = {"dualpipev": 4}
-"""It needs at least as many micro-batches as stages."""
+"""DualPipeV needs at least as many micro-batches as stages."""
 
 
 def trainer_with(name):

@@ -1,11 +1,11 @@
-"""Training with torch's tensor parallelism: each rank holds a part of each layer, or with sp a part of each sequence.
+"""Training with torch's tensor parallelism: each rank holds a part of each layer or, with ``sp``, of each sequence.
 
 https://docs.pytorch.org/tutorials/intermediate/TP_tutorial.html. With ``fsdp+tp``, fully_shard shards these parts along
-the other dimension; with ``ddp+tp``, they are replicated along it; ``hsdp+tp`` does both.
+the other mesh dimension; with ``ddp+tp``, they are replicated along it; ``hsdp+tp`` does both.
 
 With ``sp``, each rank has all weights and a part of the sequence of each activation. SequenceParallel is for layers
-that compute each token independently. For other layers, PrepareModuleInput gathers the sequence, and
-PrepareModuleOutput divides the outputs, which all ranks have computed.
+that process each token independently. For other layers, PrepareModuleInput gathers the sequence, and
+PrepareModuleOutput splits the outputs, which all ranks have computed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from plumbline.subjects.declare import subject
 from plumbline.subjects.torch_base import CAPABILITIES, OneDevice, fit
 from plumbline.subjects.torch_fsdp import COMPUTES_ON_A_CPU, REFUSED, Fsdp, broadcast_buffers, joined_mesh, shard
 
-# GradScaler checks only the gradients of its own rank, and some of them are parts: no float16.
+# No float16: GradScaler checks only the gradients of its own rank, and some of these are only parts.
 PRECISIONS = ["64", "32", "bf16", "bf16-true"] if COMPUTES_ON_A_CPU else []
 
 
@@ -64,7 +64,7 @@ class Tp(Fsdp):
         return super().backward_of(last) if self.sharded else OneDevice.backward_of(self, last)
 
     def before_step(self):
-        # Without fully_shard, nothing else averages gradients over replicas.
+        # With ``ddp+tp``, there is no fully_shard that averages gradients over replicas.
         for gradient in self.gradients() if self.replicas else ():
             local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
             torch.distributed.all_reduce(local, op=torch.distributed.ReduceOp.AVG, group=self.replicas)
@@ -77,7 +77,7 @@ class Tp(Fsdp):
 
 
 def clip(gradients, max_norm):
-    """Scale gradients to at most this total norm. torch computes norms of gradients on one mesh at a time."""
+    """Scale gradients to at most this total norm, mesh by mesh, because torch computes norms within one mesh."""
     by_mesh = {}
     for gradient in gradients:
         by_mesh.setdefault(getattr(gradient, "device_mesh", None), []).append(gradient)
@@ -91,10 +91,10 @@ def clip(gradients, max_norm):
 def parallelized(model, mesh):
     """Return the model with its linear layers and embeddings divided over the mesh.
 
-    Of two linear layers in a Sequential with only pointwise layers between them, the first is divided by columns and
-    the second by rows, which needs no communication between them but equal parts. Other layers are divided by columns,
-    and their outputs are gathered. A layer with fewer rows than ranks stays whole, because fully_shard refuses empty
-    parts.
+    If a Sequential has two linear layers with only pointwise layers between them, the first is divided column-wise and
+    the second row-wise, which needs equal parts but no communication between the two. Other linear layers are divided
+    column-wise, and their outputs are gathered. A layer with fewer rows than ranks stays whole, because fully_shard
+    refuses empty parts.
     """
     with ties_kept(model):
         parallelize_module(model, mesh, plan_of(model, mesh.size()))
@@ -103,7 +103,7 @@ def parallelized(model, mesh):
 
 @contextmanager
 def ties_kept(model):
-    """Tie the layers that share a parameter again after their parameters have been replaced."""
+    """Restore, after the context, the ties between layers whose shared parameters have been replaced in it."""
     owners = {}
     for layer in model.modules():
         for name, parameter in layer.named_parameters(recurse=False):
@@ -122,7 +122,7 @@ def divisible(model, parts):
 def plan_of(model, parts):
     layers = divisible(model, parts)
     plan = {name: ColwiseParallel(output_layouts=Replicate()) for name in layers}
-    # Embeddings are divided by rows, like a head that is tied to them.
+    # Embeddings are divided by rows, like the weight of a head that is tied to them.
     plan |= {
         name: RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
         for name, layer in layers.items()
@@ -162,7 +162,7 @@ def train_sp(job):
 
 
 class Sp(OneDevice):
-    """The model with activations divided along the sequence."""
+    """The model with activations split along the sequence."""
 
     def __init__(self, job):
         self.model = self.bare = divided(job.model().to(job.device), joined_mesh(job)["sp"])
@@ -172,7 +172,7 @@ class Sp(OneDevice):
         return implicit_replication()  # tensors that the model creates, such as positions, are the same on all ranks
 
     def before_step(self):
-        # Layers that compute each token independently have the gradients of this rank's tokens.
+        # Layers that process each token independently have the gradients of this rank's tokens only.
         for parameter in self.model.parameters():
             if isinstance(parameter.grad, DTensor):
                 parameter.grad = parameter.grad.redistribute(placements=[Replicate()])
@@ -182,7 +182,7 @@ class Sp(OneDevice):
 
 
 def divided(model, mesh):
-    """Return the model with layers that take parts of a sequence, and outputs for the whole sequence."""
+    """Return the model with layers that take parts of a sequence. Its outputs are for the whole sequence."""
     with ties_kept(model):
         for layer in layers(model):
             for style in styles(layer):
@@ -201,7 +201,7 @@ def layers(module):
 
 
 def styles(layer):
-    if isinstance(layer, nn.Embedding):  # its inputs are all tokens or positions
+    if isinstance(layer, nn.Embedding):  # its inputs are the tokens or positions of the whole sequence
         given = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(-1), use_local_output=False)
         return [given, SequenceParallel(sequence_dim=-1)]
     if not list(layer.children()):

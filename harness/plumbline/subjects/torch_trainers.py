@@ -1,4 +1,4 @@
-"""torch's trainers: one subject, with a file for each group of backends."""
+"""The torch trainers: one subject, with a file for each group of backends."""
 
 from plumbline.subjects.torch_base import train, train_dp, train_zero
 from plumbline.subjects.torch_cp import train as train_cp

@@ -1,7 +1,7 @@
 """torchtitan: its Trainer, with gradients that FSDP2 sums and a loss divided by the tokens of all ranks.
 
-torchtitan builds its parts from configurations. What a user of torchtitan writes is the job's here: model, loss, data,
-optimizers, schedules. The loop, accumulation, clipping, sharding, checkpoints and the mean loss are torchtitan's.
+torchtitan builds its components from configurations. The job supplies the components that users write: model, loss,
+data, optimizers, schedules. torchtitan supplies the loop, accumulation, clipping, sharding, checkpoints and mean loss.
 """
 
 import time
@@ -19,7 +19,7 @@ from plumbline.subjects.declare import subject
 from plumbline.subjects.released import installed_by, stand_ins
 from plumbline.subjects.torch_fsdp import COMPUTES_ON_A_CPU, MASTER_WEIGHTS, units
 
-# torchtitan asks for an accelerator while it is imported, and needs triton for one way to send tokens to experts.
+# torchtitan queries the accelerator when it is imported, and needs triton for one way to send tokens to experts.
 KERNELS = {"torchtitan.distributed.minimal_async_ep": "triton"}
 WITHOUT_A_GPU = patch("torch._utils._get_available_device_type", lambda: "cuda" if torch.cuda.is_available() else "cpu")
 
@@ -60,13 +60,13 @@ def train(job):
 
 
 def as_long_as_needed():
-    """Return a context in which the first rank does not sleep for two seconds at the end."""
+    """Return a context in which torchtitan's first rank does not sleep for two seconds at the end."""
     clock = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
     return patch("torchtitan.trainer.time", clock)
 
 
 def on_gloo():
-    """Return a context in which nothing asks gloo for what only NCCL has: a barrier of devices, to change timeouts."""
+    """Return a context in which torchtitan does not change timeouts, which needs a barrier that gloo lacks."""
     return patch("torchtitan.distributed.utils.set_pg_timeouts", lambda *args, **options: None)
 
 
@@ -106,16 +106,16 @@ def configuration(job):
 
 
 def configuration_of(part):
-    """Return a configuration like that of a part of torchtitan, for another class to be built by it."""
+    """Return a subclass of a torchtitan component's configuration, which builds the class that it is defined in."""
     return dataclass(kw_only=True, slots=True)(type("Config", (part.Config,), {}))
 
 
 class JobModel(BaseModel):
-    """The job's model. It looks like one of torchtitan's decoders to what shards these: layers, and nothing around."""
+    """The job's model, shaped like a torchtitan decoder for sharding: with layers, but no embeddings, norm or head."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseModel.Config):
-        """Needs nothing of the trainer's configuration."""
+        """Ignores the trainer's configuration."""
 
         def update_from_config(self, *, config, **others):
             pass
@@ -128,7 +128,7 @@ class JobModel(BaseModel):
 
     def __init__(self, config):
         super().__init__()
-        with torch.device("cpu"):  # torchtitan builds models on "meta", and has them initialise themselves later
+        with torch.device("cpu"):  # torchtitan builds models on "meta" and calls init_states() later
             self.model = current_job().model()
         for parameter in self.model.parameters():
             parameter.data = parameter.data.float()
@@ -139,7 +139,7 @@ class JobModel(BaseModel):
         return {f"{number}": layer for number, layer in enumerate(units(self.model))}
 
     def verify_module_protocol(self):
-        """Accept modules of torch."""
+        """Accept torch modules."""
 
     @torch.no_grad()
     def init_states(self, *, buffer_device=None):
@@ -154,7 +154,7 @@ class JobModel(BaseModel):
 
 
 def sharded(model, *, parallel_dims, training, parallelism, **others):
-    """Shard the model as torchtitan's decoders are sharded; float32 master weights, gradients summed in float32."""
+    """Shard the model like torchtitan's decoders, with float32 master weights and reductions in float32."""
     names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
     apply_fsdp_to_decoder(
         model,
@@ -166,12 +166,12 @@ def sharded(model, *, parallel_dims, training, parallelism, **others):
     if torch.distributed.get_backend() == "gloo":
         for module in model.modules():
             if hasattr(module, "set_force_sum_reduction_for_comms"):
-                module.set_force_sum_reduction_for_comms(True)  # gloo does not multiply while it reduces
+                module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale gradients while it reduces them
     return model
 
 
 class JobLoss(BaseLoss):
-    """The job's loss, a mean over a batch, as part of the mean over all samples, or over all labels, of a step."""
+    """The job's loss, a mean over a batch, weighted for the mean over all samples or labels of a step."""
 
     Config = configuration_of(BaseLoss)
 
@@ -183,7 +183,7 @@ class JobLoss(BaseLoss):
 
 
 class JobLoader(BaseDataLoader):
-    """Batches of this rank's samples, epoch after epoch."""
+    """Yields batches of this rank's samples, epoch after epoch."""
 
     Config = configuration_of(BaseDataLoader)
 
@@ -225,7 +225,7 @@ class JobOptimizers(OptimizersContainer):
         self._post_init(list(names))
 
     def state_dict(self):
-        with current_job().trial():  # a step with zero gradients creates the states
+        with current_job().trial():  # torch takes a step with zero gradients to create the states
             return super().state_dict()
 
     def load_state_dict(self, state_dict):
@@ -238,7 +238,7 @@ class JobSchedulers(LRSchedulersContainer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(LRSchedulersContainer.Config):
-        """Builds this class: that of torchtitan builds a schedule of its own."""
+        """Builds JobSchedulers instead of torchtitan's own schedule."""
 
         def build(self, *, optimizers, training_steps):
             return JobSchedulers(optimizers)
@@ -255,7 +255,7 @@ class JobSchedulers(LRSchedulersContainer):
 
 
 class JobMetrics(MetricsProcessor):
-    """Reports the mean loss that torchtitan computes of each step, and does not ask a device for its memory."""
+    """Reports torchtitan's mean loss of each step, without reading the device's memory statistics."""
 
     Config = configuration_of(MetricsProcessor)
 
@@ -270,7 +270,7 @@ class JobMetrics(MetricsProcessor):
 
 
 class NoTokenizer(Configurable):
-    """Samples are no texts."""
+    """Replaces the tokenizer, because samples are not texts."""
 
     Config = configuration_of(Configurable)
 

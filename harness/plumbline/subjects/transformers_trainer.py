@@ -12,12 +12,12 @@ from plumbline.subjects.released import installed_by
 with installed_by("pip install 'transformers[torch]'"):
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-# It always computes the norm of the gradients, which torch does not support for sparse ones.
+# The Trainer always computes the norm of the gradients, which torch does not support for sparse gradients.
 CAPABILITIES = EVERY - {"several-optimizers", "sparse-gradients"}
 
 
 class _Evaluations(TrainerCallback):
-    """Evaluates every ``job.validate_every`` batches. The Trainer itself counts steps."""
+    """Evaluates every ``job.validate_every`` batches. The Trainer's own option counts optimizer steps."""
 
     def __init__(self, job, trainer):
         self.job, self.trainer, self.batches = job, trainer, 0

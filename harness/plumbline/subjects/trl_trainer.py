@@ -1,11 +1,11 @@
 """TRL's SFTTrainer: its collation, and its loss over the tokens of all ranks, with or without padding.
 
-It trains causal language models of transformers and computes the loss from the outputs of the backbone and the weights
-of the head, without calling the model's forward. ``JobForCausalLM`` is such a model: its backbone is the job's model,
-and its head is the identity, because the job's model already returns logits.
+SFTTrainer trains transformers' causal language models and computes the loss from the outputs of the backbone and the
+weights of the head, without calling the model's forward. ``JobForCausalLM`` is such a model: its backbone is the job's
+model, and its head is the identity, because the job's model already returns logits.
 
-A sample's prompt is its number and its completion is its tokens. So a forward knows its samples, however the collator
-has arranged them.
+A sample's prompt is its number and its completion is its tokens. A forward can thus identify its samples, however the
+collator has arranged them.
 """
 
 import os
@@ -52,7 +52,7 @@ class Backbone(nn.Module):
         self.vocabulary = vocabulary_size(job)
 
     def forward(self, input_ids, attention_mask=None, position_ids=None, **kwargs):
-        """Return the logits at each position of ``input_ids`` (rows, length). A row has one or several samples."""
+        """Return the logits at each position of ``input_ids`` (rows, length). A row has one or more samples."""
         real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         starts = torch.zeros_like(input_ids, dtype=torch.bool)
         starts[:, 0] = True
@@ -81,7 +81,7 @@ class Backbone(nn.Module):
 
 
 class JobForCausalLM(PreTrainedModel, GenerationMixin):
-    """A causal language model of transformers, with the job's model as its backbone."""
+    """A causal language model for transformers, with the job's model as its backbone."""
 
     config_class = JobConfig
     base_model_prefix = "model"
@@ -105,7 +105,7 @@ def vocabulary_size(job):
 
 
 def samples(data, vocabulary):
-    """Return ``data`` as a tokenized dataset: a prompt of one token without a label, and the real tokens."""
+    """Return ``data`` as a tokenized dataset. A row has a prompt of one token without a label, then the real tokens."""
     rows = []
     for number, (tokens, real) in enumerate(zip(data.columns["tokens"].tolist(), data.columns["real"], strict=True)):
         shown = tokens[: 1 + int(real.sum())]
@@ -128,7 +128,7 @@ def train(job):
 
 @subject(name="trl-padding-free", library="trl", **DECLARED)
 def train_padding_free(job):
-    """Train with batches of one row, in which positions divide the samples."""
+    """Train with batches of one row, in which position ids separate the samples."""
     supervised(job, padding_free=True)
 
 

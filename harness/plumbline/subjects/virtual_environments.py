@@ -19,7 +19,7 @@ from plumbline.core.errors import PlumblineError
 from plumbline.subjects.load import SHORT_NAMES
 
 LIBRARIES = {name: adapter.library for name, adapter in SHORT_NAMES.items() if adapter.library is not None}
-"""pip's requirement for each subject's library, by short name. Other subjects come with Plumbline."""
+"""pip's requirement for each subject's library, by the subject's short name. Other subjects come with Plumbline."""
 
 OUTPUT_LINES = 20
 """Maximum number of lines of output in an error."""
@@ -39,7 +39,7 @@ class VirtualEnvironment:
 
     @property
     def folder(self) -> Path:
-        """Its folder in the user's cache. Subjects of one library share it."""
+        """The environment's folder in the user's cache. Subjects of the same library share it."""
         parts = dict.fromkeys((re.sub(r"\[.*\]", "", self.requirement), self.torch))
         return cache_folder() / "-".join(parts).replace("==", "-")
 
@@ -49,23 +49,23 @@ class VirtualEnvironment:
 
     @property
     def requirements(self) -> list[str]:
-        """What pip installs with dependencies. Ranks do not need NumPy, but torch warns where it is missing."""
+        """Requirements that pip installs with dependencies. NumPy is there because torch warns if it is missing."""
         library = SHORT_NAMES[self.subject].dependencies or (self.requirement,)
         return list(dict.fromkeys((self.torch, *library, "numpy")))
 
     @property
     def requirements_alone(self) -> list[str]:
-        """What pip installs afterwards, without dependencies."""
+        """Requirements that pip installs afterwards, without dependencies."""
         return [self.requirement] if SHORT_NAMES[self.subject].dependencies else []
 
 
 def cache_folder() -> Path:
-    """Return the folder of all environments: https://specifications.freedesktop.org/basedir-spec."""
+    """Return the folder of all environments, see https://specifications.freedesktop.org/basedir-spec."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "plumbline" / "envs"
 
 
 def parse_requirement(what: str) -> VirtualEnvironment:
-    """Return the environment for ``NAME==VERSION``, with the required version of torch or that of this interpreter."""
+    """Return the environment for ``NAME==VERSION``, with the required version of torch or this interpreter's."""
     name, _, version = (part.strip() for part in what.partition("=="))
     if name not in LIBRARIES:
         if name in SHORT_NAMES:
@@ -75,7 +75,7 @@ def parse_requirement(what: str) -> VirtualEnvironment:
         library = re.sub(r"\[.*\]", "", LIBRARIES[name])
         raise InstallError(f"{what}: give a version, as in {name}==1.2.3; `pip index versions {library}` lists them")
     requirement = f"{LIBRARIES[name]}=={version}"
-    # A local part (+cpu, +cu130) names a build that only its own index has.
+    # A version with a local part (+cpu, +cu130) is found only in the index of that build.
     torch = SHORT_NAMES[name].torch or f"torch=={metadata.version('torch').partition('+')[0]}"
     return VirtualEnvironment(name, requirement, requirement if name == "torch" else torch)
 
@@ -93,8 +93,8 @@ def environments() -> list[tuple[str, Path]]:
 def install(environment: VirtualEnvironment, progress: Callable[[str], None] = lambda line: None) -> Path:
     """Create the environment if it does not exist, and return its interpreter. ``progress`` gets each line of output.
 
-    It is built under a temporary name and renamed when it is complete. The scripts beside the interpreter contain the
-    temporary name: use ``python -m`` instead.
+    The environment is built under a temporary name and renamed when it is complete. The scripts in its ``bin`` contain
+    the temporary name: use ``python -m`` instead.
     """
     folder = environment.folder
     if environment.python.exists():

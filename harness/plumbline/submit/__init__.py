@@ -1,1 +1,1 @@
-"""Submits a run to an engine that owns machines (one file each in ``engines/``), follows it, collects results."""
+"""Submits a run to an engine that owns machines (one file each in ``engines/``), follows it, and collects results."""

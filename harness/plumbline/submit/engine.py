@@ -1,4 +1,4 @@
-"""The tasks of a submission, and the interface of the engines that they are sent to."""
+"""The tasks of a submission, and the interface of the engines that run them."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class SelectedCell:
 class TaskCommand:
     """What each task runs: pytest with ``flags`` over its own cells, on ``nodes`` nodes with ``gpus`` devices each.
 
-    ``python`` and ``folder`` are the interpreter and the working directory of the process that submits. ``suites`` is
-    the folder of the suites in flags and cells. ``subjects`` and ``workloads`` are the values of ``--subject`` and
-    ``--workload``.
+    ``python`` and ``folder`` are the interpreter and the working directory of the submitting process. ``suites`` is the
+    folder of the suites that occurs in flags and cells. ``subjects`` and ``workloads`` are the values of ``--subject``
+    and ``--workload``.
     """
 
     nodes: int
@@ -46,14 +46,14 @@ class TaskCommand:
     suites: str
 
     def words(self, launcher: str) -> list[str]:
-        """Return the command of every task, without its report directory and its cells."""
+        """Return the command that all tasks share, without report directory and cells."""
         flags = [*self.flags, "--accelerator", self.accelerator, "--launcher", launcher]
         return [self.python, "-m", "pytest", *flags]
 
 
 @dataclass(frozen=True)
 class Tasks:
-    """Tasks, with the ids of each one's cells, and the folder of the ``run`` that collects them."""
+    """Tasks, each as the ids of its cells, and the folder of the ``run`` that collects their results."""
 
     run: Path
     command: tuple[str, ...]
@@ -99,7 +99,7 @@ class Tasks:
 
 
 def split_cells(cells: Sequence[str], tasks: int) -> tuple[tuple[str, ...], ...]:
-    """Split cells among at most ``tasks`` tasks, round-robin: large topologies come last, so each task gets some."""
+    """Split cells round-robin into at most ``tasks`` tasks. Large topologies come last, so each task gets some."""
     return tuple(tuple(cells[task::tasks]) for task in range(min(tasks, len(cells))))
 
 
@@ -118,7 +118,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class TaskState:
-    """The state of a task: the engine's ``name`` for it, its phase, and the reason why it waits."""
+    """The state of a task: the engine's ``name`` for the state, the phase, and the reason why the task waits."""
 
     name: str
     phase: Phase
@@ -129,12 +129,12 @@ class TaskState:
         return self.phase is Phase.LIVE
 
 
-FORGOTTEN = TaskState("", Phase.ENDED)  # the state of a task that the engine does not know (any more)
+FORGOTTEN = TaskState("", Phase.ENDED)  # the state of a task that the engine does not know, or no longer knows
 
 
 @dataclass(frozen=True)
 class Engine(ABC):
-    """One engine. Its settings are the fields of a subclass, with values that JSON has.
+    """One engine. The fields of a subclass are its settings. JSON must be able to represent their values.
 
     ``own_options`` are the options of ``plumbline submit`` that only this engine reads.
     """
@@ -145,16 +145,16 @@ class Engine(ABC):
     @staticmethod
     @abstractmethod
     def add_options(add: Callable[..., Any]) -> None:
-        """Declare its own options with ``add``, as in ``argparse``; their defaults are None or empty."""
+        """Declare the engine's own options with ``add``, as in ``argparse``. Their defaults are None or empty."""
 
     @classmethod
     @abstractmethod
     def of(cls, options: argparse.Namespace) -> Engine:
-        """Return the engine with the settings in the options; raise ``PlanError`` where one is missing or invalid."""
+        """Return the engine with the settings in the options; raise ``PlanError`` if one is missing or invalid."""
 
     @abstractmethod
     def check(self, submission: Tasks) -> None:
-        """Refuse what this engine cannot run with a ``PlanError``, before anything is written."""
+        """Raise ``PlanError`` if this engine cannot run the submission. Called before anything is written."""
 
     @abstractmethod
     def text(self, submission: Tasks, job: str, tasks: Sequence[int]) -> str:
@@ -166,22 +166,26 @@ class Engine(ABC):
 
     @abstractmethod
     def states(self, submission: Tasks, jobs: Mapping[int, str]) -> dict[int, TaskState]:
-        """Return the states of tasks by their last jobs, without unknown ones, or raise ``EngineError``."""
+        """Return the state of each task that the engine knows. ``jobs`` has the last job of each task.
+
+        Raises:
+            EngineError: The engine cannot be reached, or refused the request.
+        """
 
     @abstractmethod
     def log(self, submission: Tasks, job: str, task: int) -> str:
         """Return the file with a task's output, or the command that shows it."""
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings that may be saved beside a run, where others can read them."""
+        """Return the settings to save in the run's folder, where others can read them."""
         return asdict(self)
 
     def end(self, submission: Tasks) -> None:  # noqa: B027 - most engines keep nothing
-        """Remove what the engine keeps for a run, after all cells have been collected."""
+        """Remove everything that the engine keeps for a run, after all cells have been collected."""
 
 
 def pairs(option: str, given: Sequence[str], *, valueless: bool = False) -> dict[str, Any]:
-    """Return the values by name; None for a name alone, which is refused with ``PlanError`` unless ``valueless``."""
+    """Return the values by name. A name without a value raises ``PlanError`` or, if ``valueless``, gets None."""
     found: dict[str, str | None] = {}
     for text in given:
         name, equals, value = text.partition("=")
@@ -192,7 +196,7 @@ def pairs(option: str, given: Sequence[str], *, valueless: bool = False) -> dict
 
 
 def variables(given: Sequence[str]) -> dict[str, str]:
-    """Return the variables of ``--env``; a name alone takes the value in this process, or raises ``PlanError``."""
+    """Return the variables of ``--env``. A name alone takes its value from this process, or raises ``PlanError``."""
     found: dict[str, str | None] = pairs("--env", given, valueless=True)
     for name in [name for name, value in found.items() if value is None]:
         if name not in os.environ:

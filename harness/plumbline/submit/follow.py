@@ -21,7 +21,10 @@ from plumbline.submit.submission import Submission
 
 @dataclass(frozen=True)
 class Collected:
-    """The records of all tasks by cells; ``header`` is None until one has begun; ``unlike``: their machines differ."""
+    """The records of all tasks by cell.
+
+    ``header`` is None until a task has begun. ``unlike`` says whether tasks ran on different machines.
+    """
 
     header: Header | None
     cells: Mapping[str, tuple[Result | Measurement, ...]]
@@ -38,7 +41,7 @@ def collect(submission: Submission) -> Collected:
     """Return the cells that are complete in one of the tasks' runs, or in the run that was collected before."""
     parts = []
     for file in (*submission.run.glob(RESULTS), *submission.folder.glob(f"task-*/*/{RESULTS}")):
-        with contextlib.suppress(MissingHeader):  # it is being written
+        with contextlib.suppress(MissingHeader):  # the header is being written
             if not file.parent.is_symlink():
                 parts.append(read_run(file))
     parts.sort(key=lambda run: run.header.run_id)
@@ -54,10 +57,10 @@ def collect(submission: Submission) -> Collected:
 
 
 def write(submission: Submission, collected: Collected) -> Run | None:
-    """Write the merged run, with traces, over an earlier one, and return it; None if no task has begun."""
+    """Write the merged run with its traces, replacing an earlier one. Return the run; None if no task has begun."""
     if collected.header is None:
         return None
-    # Every cell has the accelerator of its task: the machine that submits may have no devices.
+    # Take each cell's accelerator from its task, because the submitting machine may have no devices.
     accelerator = next((planned.accelerator for planned in collected.header.planned), "cpu")
     planned = []
     for cell in submission.cells:
@@ -83,16 +86,16 @@ def write(submission: Submission, collected: Collected) -> Run | None:
 
 
 SHORTEST_WAIT, LONGEST_WAIT = 0.5, 15.0
-"""Seconds between two polls. They grow, so that long jobs do not burden the engine."""
+"""Seconds between two polls. The interval grows, so that long jobs do not burden the engine."""
 
 
 @dataclass
 class Follower:
     """Follows one submission; ``notify`` receives a line whenever something changes.
 
-    A task that ends before its cells are complete is resubmitted with the missing ones: always if the engine ended it
-    (preempted, its node failed), else as long as each attempt examines some cells, and once if it examines none. A
-    cancelled task is not resubmitted.
+    A task that ends before its cells are complete is resubmitted with the missing cells: always if the engine ended it
+    (it was preempted, or its node failed), otherwise until two attempts in a row examine no cell. A cancelled task is
+    not resubmitted.
     """
 
     submission: Submission
@@ -104,7 +107,7 @@ class Follower:
     _seen: set[tuple[str, int]] = field(default_factory=set)
 
     def follow(self) -> Run | None:
-        """Wait for the tasks, and return the run; None if no task ever began. Errors of engine and files are raised."""
+        """Wait for the tasks, and return the run; None if no task began. Errors of engine and files are raised."""
         self._jobs = self.submission.jobs()
         states_by_task, collected = self._states(), collect(self.submission)
         missing = {task: self._missing(task, collected) for task in range(len(self.submission.tasks))}
@@ -149,7 +152,7 @@ class Follower:
             missing = self._missing(task, collected)
             place = (self._jobs[task], task)
             if not missing or place not in self._seen:
-                # On a network file system, its last records may appear after its end.
+                # On a network file system, a task's last records may appear after its end.
                 self._seen.add(place)
                 continue
             if state.phase is Phase.CANCELLED:

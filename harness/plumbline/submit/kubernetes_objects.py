@@ -1,6 +1,6 @@
-"""The objects of Kubernetes: the manifests that are sent, and the states of what was sent.
+"""Builds the manifests for Kubernetes, and reads the states of the resulting objects.
 
-Tasks of one node are one indexed Job; a task of several nodes is a JobSet or a PyTorchJob.
+All single-node tasks share one indexed Job; each multi-node task is a JobSet or a PyTorchJob.
 Every pod runs ``python3 -m plumbline.submit.pod``, which finds its task on the volume. If a task has several nodes, its
 pods get torchrun's variables (PET_…): from the manifest of a JobSet, or from the operator of a PyTorchJob.
 """
@@ -16,11 +16,11 @@ from plumbline.submit.engine import Phase, TaskState
 
 KINDS = ("job", "jobset", "pytorchjob")
 JOB_LABEL, TASK_LABEL = "plumbline-job", "plumbline-task"
-"""Labels of objects and their pods: the name of the job and, if each task is an object, the number of the task."""
+"""Labels of objects and their pods: the job's name and, if each task has its own object, the task's number."""
 
 TASKS = "plumbline-tasks"  # the annotation with the tasks of an object, in the order of its indices
 INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
-"""The label and annotation of a pod with its index in an indexed Job."""
+"""The label and annotation that hold a pod's index in an indexed Job."""
 
 PORT = 23456  # The port of torchrun's store on the first pod of a task. Plumbline uses the next two.
 TTL_S = 86_400  # seconds for which finished objects are kept, so that their states and logs can be read
@@ -57,7 +57,7 @@ def manifests(
         "completionMode": "Indexed",
         "completions": len(tasks),
         "parallelism": len(tasks),
-        # A failed task does not end the others; a pod that replaces it continues with the missing cells.
+        # A failed task does not end the others. The pod that replaces it continues with the missing cells.
         "backoffLimitPerIndex": 1,
         "podFailurePolicy": {"rules": [{"action": "Ignore", "onPodConditions": _DISRUPTED}]},
         "ttlSecondsAfterFinished": TTL_S,
@@ -85,7 +85,7 @@ def _jobset(job: str, run: str, task: int, nodes: int, settings: PodSettings) ->
     }
     spec = {
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-        # Nodes train together, so all of them restart: always after a disruption, else once.
+        # Nodes train together, so all of them restart: always after a disruption, otherwise once.
         "failurePolicy": {
             "maxRestarts": 1,
             "rules": [
@@ -107,7 +107,7 @@ def _pytorchjob(job: str, run: str, task: int, nodes: int, settings: PodSettings
     labels = {JOB_LABEL: job, TASK_LABEL: str(task)}
     template = _pod(run, [task], labels, [], settings)
     del template["spec"]["restartPolicy"]  # the operator sets it
-    # ExitCode: a pod that was ended by a signal is created again; one that failed by itself ends the job.
+    # ExitCode: a pod that a signal ended is created again, and a pod that failed by itself ends the job.
     replicas = {"Master": 1, "Worker": nodes - 1}
     specs = {
         role: {"replicas": count, "restartPolicy": "ExitCode", "template": template}
@@ -136,7 +136,7 @@ def _pod(
     settings: PodSettings,
 ) -> dict[str, Any]:
     container: dict[str, Any] = {
-        "name": "pytorch",  # the name by which the operator of PyTorchJobs knows the container
+        "name": "pytorch",  # the operator of PyTorchJobs looks for a container with this name
         "image": settings.image,
         "command": ["python3", "-m", "plumbline.submit.pod"],
         "args": [run, *map(str, tasks)],
@@ -181,7 +181,7 @@ _ENDED = ("Complete", "Completed", "Succeeded", "Failed")
 
 
 def states_of(objects: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int], TaskState]:
-    """Return the states of tasks by job and number, from the objects with the jobs' label and their pods."""
+    """Return the states of tasks by job and task number. ``objects`` are those with the jobs' label, and their pods."""
     every = list(objects)
     pods = [one for one in every if one["kind"] == "Pod"]
     found: dict[tuple[str, int], TaskState] = {}
@@ -203,7 +203,7 @@ def _is_of(labels: Mapping[str, str], job: str, task: int, index: int) -> bool:
 
 
 def _ended(status: Mapping[str, Any], index: int) -> TaskState | None:
-    """Return how a task ended, None if it has not. An indexed Job reports each index before the whole Job ends."""
+    """Return how a task ended, or None if it has not. An indexed Job reports each index before the whole Job ends."""
     for name, key in (("Complete", "completedIndexes"), ("Failed", "failedIndexes")):
         for part in filter(None, (status.get(key) or "").split(",")):
             first, _, last = part.partition("-")

@@ -30,14 +30,14 @@ from plumbline.submit.follow import collect
 from plumbline.submit.submission import NoSubmissionError, Submission
 
 MEETING_TIMEOUT = timedelta(minutes=30)
-"""Time that a node waits for the others of its task, whose images may still be pulled."""
+"""How long a node waits for the other nodes of its task, which may still be pulling their image."""
 
 RESTARTS = 3  # the number of times that torchrun may restart a node's lost fork server
 _LEAVE_GRACE_S = 30.0  # time for torchrun to end after the run, before it is terminated
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Examine the cells that this pod's task still lacks; return the exit code of the container."""
+    """Examine the missing cells of this pod's task; return the exit code of the container."""
     parser = argparse.ArgumentParser(prog="plumbline.submit.pod", description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder, on the volume")
     parser.add_argument("tasks", type=int, nargs="+", metavar="TASK", help="the tasks, in the order of the indices")
@@ -58,14 +58,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def cells_left(submission: Submission, task: int) -> list[str]:
-    """Return the pytest node ids of a task's cells that no run on the volume has completely."""
+    """Return the pytest node ids of a task's cells that are not complete in any run on the volume."""
     wanted = submission.selection(task).read_text().splitlines()
     done = collect(submission).cells
     return [cell.nodeid for cell in submission.cells if cell.nodeid in wanted and cell.cell not in done]
 
 
 def examine(submission: Submission, task: int, cells: Sequence[str], *launcher: str) -> int:
-    """Run pytest over ``cells`` with a launcher and its options (default: local); return 0 if it has examined them."""
+    """Run pytest over ``cells`` with a launcher and its options (default: local); return 0 if it examined them."""
     work = submission.work
 
     def here(texts: Sequence[str]) -> tuple[str, ...]:
@@ -89,8 +89,8 @@ def _take_part(submission: Submission, task: int, cells: Sequence[str]) -> int:
 
     nodes, rank = submission.work.nodes, int(os.environ["PET_NODE_RANK"])
     host, port = os.environ["PET_MASTER_ADDR"], int(os.environ["PET_MASTER_PORT"])
-    # Kept until the end: a node that replaces a lost one meets the others there, too. The first node listens at its own
-    # address alone.
+    # Keep the store until the end, because a node that replaces a lost one meets the others there, too. The first node
+    # listens at its own address alone.
     listener = socket.create_server((socket.gethostbyname(host), port + 1)).detach() if rank == 0 else None
     meeting = TCPStore(host, port + 1, nodes, rank == 0, MEETING_TIMEOUT, master_listen_fd=listener)
     launcher = f"{host}:{port + 2}"
@@ -111,7 +111,7 @@ def _take_part(submission: Submission, task: int, cells: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _child(words: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a command, and end it with this process. It gets no variables of torchrun: they belong to this pod."""
+    """Run a command, and end it when the block ends. It gets no PET_… variables: they are meant for this process."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
     child = subprocess.Popen(words, env=environment)
     try:

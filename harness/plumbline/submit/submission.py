@@ -1,6 +1,7 @@
-"""A submission, planned from what the user asked for and stored as JSON; as a program, it collects the cells of pytest.
+"""Plans a submission from the user's request, and stores it as JSON. As a program, lists the cells of a pytest command.
 
-``python -m plumbline.submit.submission FILE suites/ --gpus 8`` writes the cells that this pytest command selects.
+``python -m plumbline.submit.submission FILE suites/ --gpus 8`` writes to FILE the cells that pytest selects with the
+other arguments.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SubmitRequest:
-    """The options of ``plumbline submit``; each of ``tasks`` has ``nodes`` nodes with ``gpus`` devices each."""
+    """The options of ``plumbline submit``: up to ``tasks`` tasks, on ``nodes`` nodes with ``gpus`` devices each."""
 
     engine: Engine
     nodes: int
@@ -87,7 +88,7 @@ class SubmitRequest:
 
 
 def prepare(request: SubmitRequest, command: tuple[str, ...]) -> Submission:
-    """Return the submission of a request, or raise ``PlanError``; ``command`` is the user's. Nothing is written."""
+    """Return the submission for a request, or raise ``PlanError``. Write nothing. ``command`` is the user's."""
     words = request.pytest
     if not words or words[0] in SUITES or words[0].startswith("-"):
         words = tuple(pytest_arguments(words))
@@ -116,7 +117,7 @@ def select_cells(arguments: Sequence[str]) -> tuple[Path, dict[str, tuple[str, .
         command = [sys.executable, "-m", "plumbline.submit.submission", str(file), *collect]
         done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
         if done.returncode or not file.exists():
-            error = done.stderr.partition("ERROR: ")[2].strip()  # several lines, where a subject is broken
+            error = done.stderr.partition("ERROR: ")[2].strip()  # several lines if a subject is broken
             output = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
             raise PlanError(f"pytest {' '.join(arguments)}: {error or next(iter(output), 'no output')}")
         values = json.loads(file.read_text())
@@ -150,7 +151,7 @@ class _Collector:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the cells that pytest selects to the file that is the first argument; return pytest's exit code."""
+    """Write the cells that pytest selects to the file named by the first argument; return pytest's exit code."""
     import pytest
 
     return int(pytest.main([*arguments[1:]], plugins=[_Collector(Path(arguments[0]))]))

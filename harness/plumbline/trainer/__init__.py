@@ -1,4 +1,4 @@
-"""A small trainer: one device, dp, ddp, ddp2 and balanced, in 64, 32 and 16 bits, on devices or simulated ones.
+"""A small trainer: one device, dp, ddp, ddp2 and balanced, in 64, 32 and 16 bits, on real or simulated devices.
 
     from plumbline.trainer import Module, Trainer
     Trainer(gpus=2, distributed_backend="ddp", max_epochs=3).fit(MyModule())

@@ -1,4 +1,4 @@
-"""What training changes on a rank, and checkpoints of it, which rank 0 writes and all ranks read."""
+"""The state that training changes on a rank, and its checkpoints, which rank 0 writes and all ranks read."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from plumbline.trainer.precision_plugins import PrecisionPlugin
 
 @dataclass
 class TrainingState:
-    """What training changes on a rank.
+    """The state that training changes on a rank.
 
-    ``batches`` is the number of completed batches of the current epoch. ``samples_per_batch`` counts over all ranks,
-    None where it is unknown.
+    ``batches`` is the number of completed batches of the current epoch. ``samples_per_batch`` is the batch size over
+    all ranks, None if it is unknown.
     """
 
     module: Module
@@ -32,7 +32,7 @@ class TrainingState:
     samples_per_batch: int | None = None
 
     def prepare(self, trainer: Any) -> tuple[Any, Any]:
-        """Make the user's optimizers and schedulers, and return this rank's training and validation loaders."""
+        """Create the user's optimizers and schedulers, and return this rank's training and validation loaders."""
         train_loader = rank_loader(trainer, self.module.train_dataloader(), training=True)
         val_loader = rank_loader(trainer, self.module.val_dataloader(), training=False)
         self.optimizers, self.schedules = parse_optimizers(self.module.configure_optimizers(), self.module)
@@ -55,7 +55,7 @@ class TrainingState:
 
 
 def capture(trainer: Any, state: TrainingState) -> dict[str, Any]:
-    """Return the current checkpoint; its tensors are those in use, not copies."""
+    """Return a checkpoint of the current state. Its tensors are not copies."""
     return {
         **state.tensors(),
         "schedulers": [schedule.scheduler.state_dict() for schedule in state.schedules],

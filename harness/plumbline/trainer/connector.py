@@ -1,4 +1,4 @@
-"""Turns the Trainer's arguments into a plan, and devices into those that this process sees."""
+"""Converts the Trainer's arguments to a plan, and makes only the chosen devices visible to this process."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ from plumbline.trainer.strategies import STRATEGIES, Strategy
 
 
 def parse_gpus(gpus: int | str | Sequence[int] | None, every_device: int) -> tuple[int, ...]:
-    """Return the device indices that ``gpus`` asks for; an empty tuple means one cpu device.
+    """Return the device indices that ``gpus`` specifies. An empty tuple means one CPU device.
 
     Args:
-        gpus: A number is a count (``3``: devices 0, 1, 2). A list, or a string, holds indices (``"3"``:
-            device 3 only; ``"0,"``: device 0; ``"0, 1"``). ``-1`` or ``"-1"``: all devices. ``None``, ``0``,
-            ``[]``: none.
-        every_device: How many devices "all" is.
+        gpus: A number is a count (``3``: devices 0, 1, 2). A list or a string has indices (``"3"``: device 3 only;
+            ``"0,"``: device 0; ``"0, 1"``). ``-1`` or ``"-1"``: all devices. ``None``, ``0``, ``[]``: none.
+        every_device: The number of all devices.
     """
     if gpus is None:
         return ()
@@ -59,10 +58,10 @@ def parse_gpus(gpus: int | str | Sequence[int] | None, every_device: int) -> tup
 def make_visible(
     accelerator: str, devices: tuple[int, ...], visible: str | None, initialised: bool
 ) -> tuple[dict[str, str], tuple[int, ...]]:
-    """Return the variables that show only ``devices``, and the indices the devices have after that.
+    """Return the environment variables that make only ``devices`` visible, and the devices' indices once they are set.
 
-    ``visible`` is the present value of the type's variable. Once this process has initialised a device, its variables
-    have been read: they and the indices stay.
+    ``visible`` is the current value of the variable for this device type. If this process has initialised a device, the
+    variables have been read already, so no variables and the same indices are returned.
     """
     own = device_type(accelerator)
     if initialised or own.visible is None:
@@ -81,10 +80,10 @@ HALF = {"16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Plan:
-    """On what to train, and how.
+    """The parsed arguments of a Trainer.
 
     ``devices`` are the indices of the devices that each node uses. If ranks share devices, ``shared`` is the number of
-    real ones. ``micro_batches``, ``device_memory`` (bytes), ``stages`` and ``stage_timeout`` (seconds) are those of
+    real devices. ``micro_batches``, ``device_memory`` (bytes), ``stages`` and ``stage_timeout`` (seconds) apply only to
     balanced.
     """
 
@@ -124,12 +123,12 @@ class Plan:
 
     @property
     def data_ranks(self) -> int:
-        """The number of ranks that share the samples: all stages see the same ones."""
+        """The number of ranks among which the samples are divided. With stages it is 1: all get the same samples."""
         return 1 if self.backend.stages else self.world_size
 
     @property
     def devices_per_process(self) -> int:
-        """The number of devices over which a rank spreads its batch."""
+        """The number of devices over which a rank splits its batch."""
         return len(self.devices) if self.backend.splits else 1
 
 
@@ -161,9 +160,9 @@ def connect(
     variables: Mapping[str, str] = os.environ,
     present: tuple[str, int] | None = None,
 ) -> Plan:
-    """Return the plan for the Trainer's arguments; ``present`` is the type and number of devices.
+    """Return the plan for the Trainer's arguments.
 
-    None counts them, without initialising one.
+    ``present`` is the type and number of devices. None: count them, without initialising one.
     """
     if nb_gpu_nodes is not None:
         if num_nodes not in (1, nb_gpu_nodes):
@@ -241,8 +240,8 @@ def connect(
         environment=environment,
         precision=member,
         dtype=dtype,
-        # A fork takes milliseconds and pickles nothing. Devices do not survive it, not even if this process has only
-        # run a backward while a device was visible: autograd keeps a thread for each device.
+        # A fork takes milliseconds and pickles nothing. But devices do not work after a fork, not even if this process
+        # has only run a backward while a device was visible, because autograd keeps a thread for each device.
         start_method=start_method or ("fork" if count == 0 and hasattr(os, "fork") else "spawn"),
         accumulate=accumulate_grad_batches,
         clip_norm=float(gradient_clip_val or 0),
@@ -278,7 +277,7 @@ def connect(
 
 
 def devices_for(accelerator: str) -> tuple[str, int]:
-    """Return the type of device for an ``accelerator``, and how many this process sees, for the CPU as for ``auto``."""
+    """Return the device type for ``accelerator`` and the number of visible devices; ``cpu`` is treated as ``auto``."""
     return available() if accelerator in ("auto", "cpu") else (accelerator, count_of(accelerator))
 
 
@@ -305,7 +304,7 @@ def _precision(precision: Any, use_amp: bool, amp_level: Any) -> tuple[type[Prec
 
 
 def one_of(option: str, value: Any, choices: tuple[str | None, ...]) -> None:
-    """Raise MisconfigurationError, naming the nearest choice, unless ``value`` is one of ``choices``."""
+    """Raise MisconfigurationError with the nearest choice unless ``value`` is one of ``choices``."""
     if any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
         return
     spelled = {choice.lower(): choice for choice in choices if choice}

@@ -1,4 +1,4 @@
-"""Which samples a rank sees: samplers for its share of the data, and data that is refused."""
+"""Gives each rank its share of the samples, and refuses data that cannot be divided."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from plumbline.trainer.errors import MisconfigurationError
 
 
 class ShardedSampler(Sampler[Any]):
-    """Every ``world``-th item of the order of ``source``, a sampler of indices or of batches, from item ``rank`` on.
+    """Yields every ``world``-th item of ``source``, a sampler of indices or batches, beginning with item ``rank``.
 
-    Of the items beyond a multiple of ``world``, ``rest`` says what becomes: ``"pad"`` repeats the first items,
-    ``"drop"`` leaves them out, ``"keep"`` gives some ranks one item more. ``agree``: take rank 0's order, for sources
-    that draw it from a generator which may differ between ranks.
+    ``rest`` says what to do if the number of items is not a multiple of ``world``: ``"pad"`` repeats the first items,
+    ``"drop"`` omits the last ones, ``"keep"`` gives some ranks one item more. ``agree``: use rank 0's order on all
+    ranks, for sources whose random generators can differ between ranks.
     """
 
     def __init__(self, source: Any, world: int, rank: int, rest: str, agree: bool) -> None:
@@ -64,12 +64,12 @@ def rank_loader(trainer: Any, loader: Any, *, training: bool) -> Any:
 
 
 def share_loader(loader: Any, *, world: int, rank: int, seed: int, training: bool) -> Any:
-    """Return a loader that gives this rank its share and is otherwise the user's.
+    """Return a loader like the user's that yields only this rank's share.
 
-    A loader that shuffles gets an order that follows from (seed, epoch) alone: with one device and batch 24,
-    or four ranks and batch 6, a step consumes the same samples. In training at most ``world - 1`` samples are
-    repeated, in validation none. The user's own order (a sampler, a batch sampler) is taken from rank 0 and
-    dealt out; the user's own DistributedSampler stays.
+    A shuffling loader gets an order that depends only on (seed, epoch): with one device and batch size 24, or with four
+    ranks and batch size 6, a step uses the same samples. In training, at most ``world - 1`` samples are repeated; in
+    validation, none. If the user has a sampler or batch sampler, rank 0's order is divided among ranks. A user's
+    DistributedSampler is kept.
     """
     name = "train_dataloader" if training else "val_dataloader"
     if not isinstance(loader, DataLoader):
@@ -127,10 +127,10 @@ def _share_iterable(loader: DataLoader[Any], name: str, world: int, rank: int) -
 
 
 def rebuilt(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
-    """Return a copy of the loader with another dataset, sampler or batch_sampler and all other settings kept.
+    """Return a copy of the loader with another dataset, sampler or batch_sampler, and all other settings unchanged.
 
-    It is copied, not constructed anew, so that subclasses and settings that newer torch versions add are kept
-    too. DataLoader guards these attributes against assignment, hence ``__dict__``.
+    A copy, unlike a new DataLoader, keeps subclasses and the settings of newer torch versions. DataLoader refuses
+    assignments to these attributes, hence ``__dict__``.
     """
     clone = copy.copy(loader)
     if "sampler" in changes and loader.batch_sampler is not None:
@@ -144,7 +144,7 @@ def check_loader(loader: Any, plan: Any, training: bool) -> None:
     name = "train_dataloader" if training else "val_dataloader"
     share = loader
     ready_made = isinstance(getattr(loader, "sampler", None), DistributedSampler)
-    if not ready_made and not hasattr(getattr(loader, "dataset", None), "shard"):  # ranks make those shares
+    if not ready_made and not hasattr(getattr(loader, "dataset", None), "shard"):  # otherwise, ranks make the shares
         share = share_loader(loader, world=plan.data_ranks, rank=0, seed=plan.seed, training=training)
     if known_length(loader) == 0 or (training and known_length(share) == 0):
         raise MisconfigurationError(
@@ -159,7 +159,7 @@ def check_loader(loader: Any, plan: Any, training: bool) -> None:
 
 
 def known_length(loader: Any) -> int | None:
-    """Return the number of batches, None if it is unknown."""
+    """Return the length of a loader, sampler or dataset, None if it is unknown."""
     try:
         return len(loader)
     except TypeError:
@@ -167,7 +167,7 @@ def known_length(loader: Any) -> int | None:
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Pass the epoch to everything in the loader that orders the samples."""
+    """Pass the epoch to the loader's samplers and dataset that have ``set_epoch``."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     parts = (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
     for part in {id(part): part for part in (*parts, getattr(loader, "dataset", None))}.values():

@@ -1,4 +1,4 @@
-"""Cluster environments: who this process is, who starts the others, and whether all of them meet."""
+"""Cluster environments: this process's rank, whether a launcher starts the ranks, and where all ranks meet."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from plumbline.trainer.errors import MisconfigurationError
 
 
 class ClusterEnvironment:
-    """Reads a copy of the environment variables.
+    """Reads ranks and addresses from a copy of the environment variables.
 
     ``starts_ranks``: the trainer starts this node's ranks itself, because no launcher has started them. The other
-    attributes name variables: without ``local_rank_variable``, this process is its node's first, and without
-    ``rank_variable``, the rank follows from that of the node.
+    attributes name variables. Without ``local_rank_variable``, this process has local rank 0. Without
+    ``rank_variable``, the rank is computed from the node's rank.
     """
 
     name: str
@@ -58,7 +58,7 @@ class ClusterEnvironment:
         return self.number("MASTER_PORT")
 
     def expected(self, num_nodes: int, processes_per_node: int) -> dict[str, int]:
-        """Return the values that variables must have, where they are set, to match the trainer's topology."""
+        """Return the values that variables must have, if they are set, to match the trainer's topology."""
         return {}
 
     def check(self, num_nodes: int, processes_per_node: int) -> None:
@@ -110,9 +110,9 @@ class TorchrunEnvironment(ClusterEnvironment):
 
 
 class SlurmEnvironment(ClusterEnvironment):
-    """A task is a rank; the first host of the job is the main one.
+    """Each SLURM task is a rank, and rank 0 is on the job's first host.
 
-    With ``--distribution=cyclic``, SLURM_PROCID does not follow from the node's rank.
+    Ranks are read from SLURM_PROCID: with ``--distribution=cyclic``, they cannot be computed from the node's rank.
     """
 
     name = "SLURM"
@@ -120,18 +120,18 @@ class SlurmEnvironment(ClusterEnvironment):
 
     @staticmethod
     def detect(variables: Mapping[str, str]) -> bool:
-        """Return whether srun has started this process, not counting a shell that srun opened (job name ``bash``)."""
+        """Return whether srun has started this process. An interactive shell (job name ``bash``) does not count."""
         return {"SLURM_PROCID", "SLURM_NTASKS"} <= set(variables) and variables.get("SLURM_JOB_NAME") != "bash"
 
     def main_address(self) -> str:
-        """Return MASTER_ADDR, where node names do not resolve, or the first host of the job's node list."""
+        """Return MASTER_ADDR if it is set, as where node names do not resolve, or else the first host of the job."""
         if self.variables.get("MASTER_ADDR"):
             return self.variables["MASTER_ADDR"]
         nodes = self.variables.get("SLURM_NODELIST") or self.variables.get("SLURM_JOB_NODELIST")
         return first_host(nodes) if nodes else "127.0.0.1"
 
     def main_port(self) -> int:
-        """Return MASTER_PORT, or a port that follows from the job's id and lies below the ephemeral ones."""
+        """Return MASTER_PORT, or a port below the ephemeral ports that depends only on the job's id."""
         return self.number("MASTER_PORT", 12000 + self.number("SLURM_JOB_ID", 0) % 20000)
 
     def check(self, num_nodes: int, processes_per_node: int) -> None:
@@ -148,24 +148,24 @@ class SlurmEnvironment(ClusterEnvironment):
 
 
 def tasks_per_node(text: str) -> set[int]:
-    """Return the different numbers of tasks in SLURM's ``8,4`` or ``2(x3),1``."""
+    """Return the set of task counts in a SLURM string such as ``8,4`` or ``2(x3),1``."""
     if not re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", text):
         raise MisconfigurationError(f"The tasks per node {text!r} are malformed: they should look like 8(x2),4.")
     return {int(item.partition("(")[0]) for item in text.split(",")}
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host of a SLURM node list: of ``a[01-12,20]b,c3`` it is a01b."""
+    """Return the first host of a SLURM node list, such as ``a01b`` of ``a[01-12,20]b,c3``."""
     group = r"(?:[^,\[\]\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
     if not re.fullmatch(rf"{group}(,{group})*", nodes):
         raise MisconfigurationError(f"The node list {nodes!r} is malformed: it should look like node[1-3,7],other4.")
     first = re.match(group, nodes)
-    assert first is not None  # it is a part of what matched
+    assert first is not None  # the full match begins with a group
     return re.sub(r"\[(\d+)[^]]*\]", r"\1", first[0])
 
 
 class PlainEnvironment(ClusterEnvironment):
-    """One node needs nothing; several need NODE_RANK, MASTER_ADDR and MASTER_PORT on each."""
+    """No launcher. One node needs no variables; several need NODE_RANK, MASTER_ADDR and MASTER_PORT on each."""
 
     name = "the environment"
     starts_ranks = True
@@ -181,7 +181,7 @@ class PlainEnvironment(ClusterEnvironment):
     def check(self, num_nodes: int, processes_per_node: int) -> None:
         if num_nodes == 1:
             for variable in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
-                self.variables.pop(variable, None)  # left over from something else
+                self.variables.pop(variable, None)  # set for something else
             return
         missing = [name for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT") if not self.variables.get(name)]
         if missing:
@@ -196,9 +196,9 @@ class PlainEnvironment(ClusterEnvironment):
 
 
 def free_port() -> int:
-    """Return a TCP port on which a process of this host can listen soon.
+    """Return a free TCP port on this host.
 
-    It is not reserved, so it is a random one outside of the range from which the system assigns ports.
+    The port is not reserved. To keep it likely free, it is chosen at random outside the range of ephemeral ports.
     """
     while True:
         port = random.SystemRandom().randrange(10_000, 32_768)
@@ -211,19 +211,19 @@ ENVIRONMENTS: tuple[type[ClusterEnvironment], ...] = (TorchrunEnvironment, Slurm
 
 
 def detect_environment(variables: Mapping[str, str]) -> ClusterEnvironment:
-    """Return the first environment whose variables are set: torchrun (also inside SLURM), SLURM, plain."""
+    """Return the first environment that is detected: torchrun (also within SLURM), SLURM, plain."""
     return next(kind for kind in ENVIRONMENTS if kind.detect(variables))(variables)
 
 
 JOIN_TIMEOUT = timedelta(minutes=10)
-"""How long nodes wait for each other: they may be started one after another."""
+"""The time that nodes wait for each other. They can be started one after another."""
 
 LOOPBACK_JOIN_TIMEOUT = timedelta(minutes=2)
-"""How long they wait at a loopback address, where ranks of other hosts never arrive."""
+"""The time that nodes wait at a loopback address, which ranks on other hosts cannot reach."""
 
 
 def meet(rank: int, world_size: int, num_nodes: int) -> Store:
-    """Return the store at MASTER_ADDR and MASTER_PORT, which rank 0 or torchrun hosts, once all ranks are there."""
+    """Wait for all ranks, and return the store at MASTER_ADDR and MASTER_PORT, which rank 0 or torchrun hosts."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     timeout = LOOPBACK_JOIN_TIMEOUT if num_nodes > 1 and is_loopback(address) else default_pg_timeout
     try:
@@ -251,9 +251,9 @@ def missing_ranks(world_size: int, address: str, port: int, timeout: timedelta) 
 
 
 def check_rendezvous(rank: int, world_size: int, address: str, port: int, timeout: timedelta | None = None) -> None:
-    """Wait until ``world_size`` processes have registered different ranks at ``address``.
+    """Wait until ``world_size`` processes have registered at ``address``, and check that their ranks are different.
 
-    Without this check, nodes that all have the same NODE_RANK would wait for each other for half an hour.
+    Without this check, nodes with the same NODE_RANK would wait for each other for half an hour.
     """
     timeout = timeout or (LOOPBACK_JOIN_TIMEOUT if is_loopback(address) else JOIN_TIMEOUT)
     try:
@@ -262,13 +262,13 @@ def check_rendezvous(rank: int, world_size: int, address: str, port: int, timeou
         if store.add("arrived", 1) == world_size:
             store.set("complete", "")
         store.wait(["complete"], timeout)
-        # Every process reads this before any of them leaves. If no rank is missing, no rank is there twice.
+        # Every process reads this before any process leaves. If no rank is missing, no rank is there twice.
         missing = [other for other in range(world_size) if not store.add(f"rank/{other}", 0)]
         if store.add("left", 1) == world_size:
             store.set("empty", "")
     except (DistNetworkError, DistStoreError) as error:
         raise missing_ranks(world_size, address, port, timeout) from error
-    # No process continues before the port is free again, or it would join this store instead of the next one.
+    # No process continues before the port is free again. Otherwise it could join this store instead of the next one.
     with suppress(DistNetworkError, DistStoreError):
         store.wait(["empty" if holds_it else "the end"], timeout)
     del store
@@ -282,7 +282,7 @@ def check_rendezvous(rank: int, world_size: int, address: str, port: int, timeou
 def _store(first: bool, address: str, port: int, timeout: timedelta) -> tuple[TCPStore, bool]:
     """Return the store, and whether this process hosts it.
 
-    A second rank 0 on the same host finds the port taken, and joins.
+    A second rank 0 on the same host finds the port in use, and joins the store.
     """
     if first:
         with suppress(DistNetworkError):

@@ -1,14 +1,14 @@
-"""The errors of the trainer: each says in one sentence what is wrong and what to do."""
+"""The trainer's errors. Each says in one sentence what is wrong and what to do."""
 
 from __future__ import annotations
 
 
 class MisconfigurationError(ValueError):
-    """What the user asked for cannot be done, or contradicts itself; the message says the way out."""
+    """The user's request is impossible or contradictory. The message says how to fix it."""
 
 
 class RankError(RuntimeError):
-    """A rank that the trainer started has failed; the message holds its traceback.
+    """A rank that the trainer started has failed. The message contains its traceback.
 
     ``rank`` is its global rank.
     """

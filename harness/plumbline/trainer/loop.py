@@ -1,4 +1,4 @@
-"""The training loop, from top to bottom: data, forward, backward, clip, step."""
+"""The training loop: data, forward, backward, clipping, step."""
 
 from __future__ import annotations
 
@@ -29,36 +29,36 @@ from plumbline.trainer.step import end_takes_batch, loss_function
 
 
 class StepEngine(Protocol):
-    """Computes a rank's gradients: of the whole module, or of one stage of it."""
+    """Computes a rank's gradients, for the whole module or for one pipeline stage."""
 
     takes_loss: bool
     """Whether this rank computes the loss."""
 
     def backward(self, batch: Any, batch_idx: int, arguments: tuple[int, ...], share: int, last: bool) -> torch.Tensor:
-        """Add the gradients of the batch's loss / ``share``; return the loss, or 0 on a rank that does not compute it.
+        """Add the gradients of the batch's loss / ``share``. Return the loss, or 0 on a rank that does not compute it.
 
-        ``last`` is False for a micro-batch that is followed by another one in the same step.
+        ``last`` says whether this is the last micro-batch of its step.
         """
 
     def complete(self, optimizer: Optimizer) -> None:
         """Finish the reduction of the optimizer's gradients over ranks."""
 
     def clip(self, optimizer: Optimizer, largest: float) -> None:
-        """Limit the norm of the optimizer's gradients, over the whole module."""
+        """Clip the optimizer's gradients to norm ``largest``, computed over the whole module."""
 
     def share_buffers(self) -> None:
-        """Give the replicas of this module, or stage, the first one's buffers."""
+        """Broadcast the buffers of the first replica of this module or stage to the others."""
 
 
 class ModuleEngine:
-    """The engine of a rank that holds the whole module; ``forward`` may be wrapped in DistributedDataParallel."""
+    """The engine of a rank that holds the whole module. ``forward`` can be wrapped in DistributedDataParallel."""
 
     takes_loss = True
 
     def __init__(self, forward: nn.Module, module: Module, precision: PrecisionPlugin, splits: bool) -> None:
         self.forward, self.module, self.precision = forward, module, precision
         self.loss_of = loss_function(module, precision, splits)
-        # Both are of DistributedDataParallel.
+        # Both are methods of DistributedDataParallel.
         self.no_sync = getattr(forward, "no_sync", nullcontext)
         self.check_reduced = getattr(forward, "_check_reducer_finalized", None)
 
@@ -71,7 +71,7 @@ class ModuleEngine:
     def complete(self, optimizer: Optimizer) -> None:
         if self.check_reduced is None:
             return
-        try:  # DDP says so only at its next forward
+        try:  # DDP itself checks this only at its next forward
             self.check_reduced()
         except RuntimeError as error:
             raise MisconfigurationError(
@@ -90,11 +90,11 @@ class ModuleEngine:
 
 @dataclass
 class RankResources:
-    """What a rank trains with.
+    """A rank's engine, devices, loaders and weights.
 
-    ``evaluate`` runs validation steps; it does not synchronise, since ranks may have unequal numbers of batches.
-    ``weights`` are the module's parameters that each optimizer trains. ``waiting`` is a context, entered with a
-    description, for operations in which ranks wait for one another.
+    ``evaluate`` runs validation steps without synchronising ranks, which can have unequal numbers of batches.
+    ``weights`` has, for each optimizer, the module's parameters that it trains. ``waiting(description)`` is a context
+    for operations in which ranks wait for each other.
     """
 
     engine: StepEngine
@@ -108,7 +108,7 @@ class RankResources:
 
 @dataclass(frozen=True)
 class Turn:
-    """One optimizer's part of a step: the weights of the ``others``, and its arguments of ``training_step``."""
+    """One optimizer's part of a step: the weights of the ``others``, and extra arguments of ``training_step``."""
 
     optimizer: Optimizer
     others: list[nn.Parameter]
@@ -117,7 +117,7 @@ class Turn:
 
 def train(trainer: Any, state: TrainingState, resources: RankResources) -> None:
     state.module.zero_grad()
-    if not state.module.training:  # else layers that the user put into evaluation mode stay in it
+    if not state.module.training:  # otherwise, layers that the user set to evaluation mode keep it
         state.module.train()
     while trainer.plan.max_epochs is None or trainer.current_epoch < trainer.plan.max_epochs:
         if not train_epoch(trainer, state, resources):
@@ -132,17 +132,17 @@ def train(trainer: Any, state: TrainingState, resources: RankResources) -> None:
 
 
 def train_epoch(trainer: Any, state: TrainingState, resources: RankResources) -> bool:
-    """Train the rest of this epoch; return False if ``max_steps`` cut it short."""
+    """Train the rest of this epoch. Return False if ``max_steps`` ended it early."""
     plan, precision, engine = trainer.plan, state.precision, resources.engine
     turns = take_turns(state, resources)
     move = partial(to_device, devices=resources.devices, whole=end_takes_batch(state.module))
     val_every = plan.val_every if resources.val_loader is not None else None
-    losses: list[tuple[torch.Tensor, Any]] = []  # of the last step, by micro-batch, with the batch
+    losses: list[tuple[torch.Tensor, Any]] = []  # the last step's losses, with their micro-batches
 
     set_epoch(resources.train_loader, trainer.current_epoch)
     batches = itertools.islice(resources.train_loader, state.batches, None)
     for window in windows(batches, plan.accumulate, uneven(resources.train_loader, plan.data_ranks)):
-        # Checked with a batch at hand, so that a whole epoch ends as one.
+        # Checked after a batch has been drawn: if max_steps ends with the epoch, the epoch is complete.
         if plan.max_steps is not None and trainer.global_step >= plan.max_steps:
             report_loss(trainer, state.module, losses, resources)
             return False
@@ -176,10 +176,10 @@ def train_epoch(trainer: Any, state: TrainingState, resources: RankResources) ->
 
 
 def windows(batches: Iterator[Any], size: int, agree: bool) -> Iterator[list[Any]]:
-    """Yield the micro-batches of one step at a time.
+    """Yield lists of the micro-batches of one step.
 
-    A window is drawn before it is used, because its losses are divided by its true length: the last one of an
-    epoch may be shorter. With ``agree``, all ranks stop when the first one runs out of batches, so that none waits
+    The whole window is drawn before it is used, because losses are divided by its length, and the last window of an
+    epoch can be shorter. With ``agree``, all ranks stop when the first rank runs out of batches, so that none waits
     forever.
     """
     while window := list(itertools.islice(batches, size)):
@@ -200,12 +200,12 @@ def least(count: int) -> int:
 
 
 def uneven(loader: Any, world: int) -> bool:
-    """Return whether ranks may have unequal numbers of batches, as with a dataset that shards itself."""
+    """Return whether ranks can have unequal numbers of batches, as with a dataset that shards itself."""
     return world > 1 and isinstance(getattr(loader, "dataset", None), IterableDataset)
 
 
 def take_turns(state: TrainingState, resources: RankResources) -> list[Turn]:
-    """Return each optimizer's turn; while one of several has its turn, the others' weights take no gradients."""
+    """Return the turns of the optimizers. During a turn, only that optimizer's weights require gradients."""
     takes_number = step_takes_number(state)
     turns = []
     for number, (optimizer, own) in enumerate(zip(state.optimizers, resources.weights, strict=True)):
@@ -223,7 +223,8 @@ def step_takes_number(state: TrainingState) -> bool:
 def to_device(batch: Any, devices: list[torch.device], whole: bool = False) -> Any:
     """Return the batch on the first device.
 
-    DataParallel spreads a batch over several devices itself, unless ``training_step_end`` needs it ``whole`` as well.
+    With several devices, DataParallel splits the batch itself. It is moved only if ``training_step_end`` needs it
+    ``whole`` as well.
     """
     if devices[0].type == "cpu" or (len(devices) > 1 and not whole):
         return batch
@@ -231,7 +232,7 @@ def to_device(batch: Any, devices: list[torch.device], whole: bool = False) -> A
 
 
 def validate(trainer: Any, module: Module, resources: RankResources) -> None:
-    """Set the metrics to their means over all validation samples; gradients and training modes stay."""
+    """Set the metrics to their means over all validation samples. Gradients and training modes do not change."""
     resources.engine.share_buffers()
     totals: dict[str, torch.Tensor] = {}
     with torch.no_grad(), in_mode(resources.evaluate, training=False):
@@ -247,7 +248,7 @@ def validate(trainer: Any, module: Module, resources: RankResources) -> None:
 
 
 def report_loss(trainer: Any, module: Module, losses: list[tuple[torch.Tensor, Any]], resources: RankResources) -> None:
-    """Set the metric ``loss`` to the last step's: the mean over the samples of all its micro-batches and ranks."""
+    """Set the metric ``loss`` to the mean loss over all samples of the last step, on all ranks."""
     if losses:
         counts = [batch_length(batch) or 1 for _, batch in losses]
         total = torch.stack([loss.double() * count for (loss, _), count in zip(losses, counts, strict=True)]).sum()
@@ -263,7 +264,7 @@ def report_loss(trainer: Any, module: Module, losses: list[tuple[torch.Tensor, A
 
 
 def means_over_ranks(totals: dict[str, tuple[float, float]], world: int) -> dict[str, float]:
-    """Return Σ sums / Σ weights for each name, over all ranks; a rank without samples may lack names."""
+    """Return Σ sums / Σ weights over all ranks for each name. Ranks without samples can lack names."""
     every = [totals]
     if world > 1:
         every = [totals] * world

@@ -19,7 +19,7 @@ _connections = itertools.count()
 
 @contextmanager
 def in_mode(module: nn.Module, *, training: bool) -> Iterator[None]:
-    """Set training or evaluation mode, and restore each module's own mode afterwards."""
+    """Set training or evaluation mode within the context, and restore each submodule's own mode afterwards."""
     modes = [(layer, layer.training) for layer in module.modules()]
     module.train(training)
     try:
@@ -30,9 +30,9 @@ def in_mode(module: nn.Module, *, training: bool) -> Iterator[None]:
 
 
 class Module(nn.Module):
-    """The base class: override ``training_step``, ``configure_optimizers``, ``train_dataloader``, and more.
+    """The base class of user modules. Override ``training_step``, ``configure_optimizers``, ``train_dataloader``, etc.
 
-    During ``fit`` the attribute ``trainer`` is the trainer; it knows device, rank, world_size and optimizers.
+    During ``fit``, the attribute ``trainer`` is the trainer, with its device, rank, world_size and optimizers.
     """
 
     trainer: Any = None
@@ -40,44 +40,44 @@ class Module(nn.Module):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         """Return the scalar loss of a batch, or a dict with ``"loss"``.
 
-        With ``training_step_end`` it may return anything made of tensors with the batch in dim 0. Under dp
-        and ddp2 the batch is one device's chunk. With several optimizers a third argument, if there is one,
-        is the index of the optimizer whose turn it is.
+        If there is a ``training_step_end``, it can return any nested tensors with the batch in dim 0. With dp and ddp2,
+        the batch is one device's chunk. With several optimizers, a third argument, if this method has one, is the index
+        of the optimizer that will step.
         """
         raise NotImplementedError
 
     def training_step_end(self, outputs: Any, *batch: Any) -> Any:
-        """Return the scalar loss, or a dict with it, of the outputs of ``training_step``.
+        """Compute the scalar loss, or a dict with it, from the gathered outputs of ``training_step``.
 
-        They are gathered from all devices of this process: a loss over whole batches belongs here. A second
-        argument, if there is one, is the batch, whole and on the first device: so labels need not be handed on by
-        ``training_step``, split and joined again. By default the devices' losses are averaged.
+        The outputs are gathered from all devices of this process, so compute a loss over whole batches here. A second
+        argument, if this method has one, is the whole batch on the first device, so ``training_step`` need not return
+        labels. By default, the devices' losses are averaged.
         """
         return outputs
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        """Return a dict of metrics, each a mean over the batch; a bare tensor is called ``val_loss``.
+        """Return a dict of metrics, each a mean over the batch. A single tensor is named ``val_loss``.
 
-        Over batches, devices and ranks they are averaged with the number of samples as weights.
+        Metrics are averaged over batches, devices and ranks, weighted by the number of samples.
         """
         raise NotImplementedError
 
     def on_metrics(self, metrics: dict[str, float]) -> None:
-        """Do something with new metrics: ``loss`` after an epoch's last step, those of ``validation_step`` after it.
+        """Process new metrics: ``loss`` after an epoch's last step, and ``validation_step``'s after each validation.
 
-        They are the same on all ranks, and this is called on each of them.
+        This is called on all ranks, with the same metrics.
         """
 
     def configure_optimizers(self) -> Any:
-        """Return an optimizer, a list of them, or a list of optimizers and a list of schedulers.
+        """Return an optimizer, a list of optimizers, or a list of optimizers and a list of schedulers.
 
-        A scheduler steps once an epoch; as ``{"scheduler": s, "interval": "step"}`` it does after each
-        optimizer step. ReduceLROnPlateau is given as ``{"scheduler": s, "monitor": "val_loss"}``.
+        A scheduler steps once per epoch. Return ``{"scheduler": s, "interval": "step"}`` for one that steps after each
+        optimizer step, and ``{"scheduler": s, "monitor": "val_loss"}`` for ReduceLROnPlateau.
         """
         raise NotImplementedError
 
     def train_dataloader(self) -> Any:
-        """Return the DataLoader to train on, as for one device: ranks get their share by a sampler."""
+        """Return the DataLoader to train on, as for one device. The trainer gives each rank its share by a sampler."""
         raise NotImplementedError
 
     def val_dataloader(self) -> Any:
@@ -85,44 +85,45 @@ class Module(nn.Module):
         return None
 
     def init_ddp_connection(self, proc_rank: int, world_size: int) -> None:
-        """Open the process group; MASTER_ADDR and MASTER_PORT are set."""
+        """Initialise the default process group. MASTER_ADDR and MASTER_PORT are set."""
         store = meet(proc_rank, world_size, self.trainer.plan.num_nodes)
-        # torchrun's store outlives a process group: a second fit that read the first one's keys would hang.
+        # torchrun's store outlives a process group. A second fit that read the first fit's keys would hang.
         prefixed: Any = dist.PrefixStore  # type: ignore[attr-defined]
         store = prefixed(f"connection-{next(_connections)}", store)
         dist.init_process_group(self.trainer.plan.comm, store=store, rank=proc_rank, world_size=world_size)
 
     def configure_dp(self, model: nn.Module, devices: list[torch.device]) -> nn.Module:
-        """Return ``model`` such that its forward spreads the batch over this process's devices, and gathers."""
+        """Return ``model`` with a forward that splits the batch over this process's devices and gathers the outputs."""
         return split(model, devices)
 
     def configure_blocks(self) -> list[nn.Module] | None:
-        """Return the modules that balanced may part the step between, or None: they are found by running the step.
+        """Return the modules (blocks) between which balanced can cut the step. None: find them by running the step.
 
-        The step (``training_step``, with ``training_step_end``; ``validation_step``) runs on every device. Each device
-        computes its own blocks: before them there are no values but the batch's, and the step ends where the next
-        device begins. So the step calls the blocks one after the other, each on outputs of the one before, always in
-        the same order; code between them may use these, the batch, and weights that are in no block.
+        The step (``training_step`` with ``training_step_end``, or ``validation_step``) runs on every device. Each
+        device computes only its own blocks. Before them, only the batch has values; the step ends where the next
+        device's blocks begin. The step must therefore call the blocks one after another, always in the same order, each
+        on outputs of the previous one. Code between blocks can use these outputs, the batch, and weights outside of
+        blocks.
         """
         return None
 
     def while_planning(self) -> AbstractContextManager[Any]:
-        """Return a context in which balanced tries steps on their first batches, before it trains; by default none."""
+        """Return a context for the steps on first batches that balanced tries before training; by default none."""
         return nullcontext()
 
     def while_staged(self, held: frozenset[str]) -> AbstractContextManager[Any]:
         """Return a context in which balanced trains one stage; by default none.
 
-        On this rank the parameters and buffers ``held``, by their names in this module, have values then; in others
-        are none. After it the module is whole again.
+        In it, only the parameters and buffers named by ``held`` have values on this rank. After training, the module
+        has all its weights again.
         """
         return nullcontext()
 
     def configure_ddp(self, model: nn.Module, device_ids: list[int] | None) -> nn.Module:
-        """Return ``model`` wrapped such that its backward averages gradients over ranks.
+        """Return ``model`` wrapped so that its backward pass averages gradients over ranks.
 
-        Parameters that a step may leave unused need ``find_unused_parameters=True`` here. Optimizers that
-        take turns leave each other's unused, so then it is set.
+        Parameters that a step can leave unused need ``find_unused_parameters=True``. It is set if there are several
+        optimizers, because they take turns and leave each other's parameters unused.
         """
         turns = len(self.trainer.optimizers) > 1
         return nn.parallel.DistributedDataParallel(model, device_ids=device_ids, find_unused_parameters=turns)

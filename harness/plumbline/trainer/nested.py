@@ -1,4 +1,4 @@
-"""Nested dicts, lists and tuples of tensors, as batches and outputs are: mapped, counted, split and joined."""
+"""Maps, counts, splits and joins nested dicts, lists and tuples of tensors, such as batches and outputs."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def batch_length(batch: Any) -> int:
-    """Return how many samples a batch has: the length of its first tensor with dimensions that is not empty."""
+    """Return the number of samples of a batch: the length of its first tensor that is neither 0-d nor empty."""
     return next((len(tensor) for tensor in tensors_in(batch) if tensor.dim() and len(tensor)), 0)
 
 
 def scatter(inputs: Any, count: int) -> Sequence[Any]:
     """Split nested ``inputs`` along dim 0 of their tensors into at most ``count`` chunks.
 
-    0-d tensors and everything that is not a tensor go to each chunk whole, as with DataParallel.
+    As with DataParallel, each chunk gets 0-d tensors and other values whole.
     """
     first = next((tensor for tensor in tensors_in(inputs) if tensor.dim()), None)
     return _scatter(inputs, count, 1 if first is None else _chunks(first.shape[0], count))
 
 
 def _chunks(length: int, count: int) -> int:
-    """Return how many chunks ``torch.chunk(count)`` makes: all have the same length, except the last one."""
+    """Return the number of chunks that ``torch.chunk(count)`` makes. All but the last have the same length."""
     return -(-length // -(-length // count)) if length else count
 
 
@@ -81,9 +81,9 @@ def _rows(columns: list[Sequence[Any]], chunks: int) -> Iterable[tuple[Any, ...]
 
 
 def gather(outputs: list[Any]) -> Any:
-    """Join the replicas' nested outputs along dim 0; their 0-d tensors become a vector.
+    """Concatenate the replicas' nested outputs along dim 0, and stack 0-d tensors to a vector.
 
-    What is not a tensor comes back as it is where all replicas hold the same object, else as a list.
+    Other values are returned unchanged if all replicas have the same object, else as a list.
     """
     first = outputs[0]
     if isinstance(first, Tensor):

@@ -1,4 +1,4 @@
-"""Parses what ``configure_optimizers`` returned."""
+"""Parses the return value of ``configure_optimizers``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from plumbline.trainer.errors import MisconfigurationError
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """A scheduler and when it steps; ``monitor`` is the metric that it is given, if any."""
+    """A scheduler, the interval at which it steps, and the metric, if any, that its ``step`` gets."""
 
     scheduler: Any
     interval: str = "epoch"

@@ -1,4 +1,4 @@
-"""What ``precision``, ``use_amp`` and ``amp_level`` do to weights, batches, backward pass and step."""
+"""The effects of ``precision``, ``use_amp`` and ``amp_level`` on weights, batches, backward pass and optimizer step."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 
 class PrecisionPlugin:
-    """O0, 32 bits: torch's defaults. The other classes change a part of this.
+    """O0, 32 bits: torch's defaults, some of which the subclasses override.
 
-    ``dtype`` is that of the class's precision, ``device_type`` is torch's, such as ``"cuda"`` or ``"cpu"``.
+    ``dtype`` is the dtype of the precision; ``device_type`` is torch's, such as ``"cuda"`` or ``"cpu"``.
     """
 
     casts_batches = False
@@ -25,10 +25,10 @@ class PrecisionPlugin:
         self.device_type = device_type
 
     def convert(self, module: nn.Module) -> None:
-        """Convert the weights to their dtype, in place."""
+        """Convert the weights to the precision's dtype, in place."""
 
     def prepare(self, optimizers: Sequence[Optimizer]) -> None:
-        """Prepare for these optimizers. All ranks have the same weights by now."""
+        """Prepare for these optimizers. All ranks already have the same weights."""
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return a new context in which the forward pass runs."""
@@ -38,27 +38,27 @@ class PrecisionPlugin:
         loss.backward()  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Undo the loss scaling in the gradients of the optimizer's own parameters, before they are clipped."""
+        """Unscale the gradients of the optimizer's parameters, before they are clipped."""
 
     def step(self, optimizer: Optimizer) -> None:
         optimizer.step()
 
     def stepped(self, optimizer: Optimizer) -> bool:
-        """Return whether the last ``step`` changed weights, rather than being skipped."""
+        """Return whether the last ``step`` changed the weights, that is, was not skipped."""
         return True
 
     def update(self) -> None:
-        """End a step of all optimizers."""
+        """Finish the step of all optimizers."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what resuming needs beyond weights and optimizers."""
+        """Return the state that resuming needs in addition to weights and optimizers."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Converted(PrecisionPlugin):
-    """O3, or 64 bits: weights, gradients and floating-point batches have one dtype; nothing is scaled."""
+    """O3, or 64 bits: weights, gradients and floating-point batches have the same dtype, without loss scaling."""
 
     casts_batches = True
 
@@ -67,10 +67,10 @@ class Converted(PrecisionPlugin):
 
 
 class Autocast(PrecisionPlugin):
-    """O1: float32 weights, the forward pass under autocast; for float16 the loss is scaled.
+    """O1: float32 weights, with the forward pass under autocast and, for float16, loss scaling.
 
-    Ranks need not agree on overflows: the scaler looks at gradients after the all-reduce, and a mean with an inf or a
-    nan is not finite, so all ranks find it or none does.
+    Ranks need not communicate about overflows. The scaler checks gradients after the all-reduce, and a mean with an inf
+    or a nan is not finite, so either all ranks find an overflow or none does.
     """
 
     def __init__(self, dtype: torch.dtype, device_type: str) -> None:
@@ -110,7 +110,7 @@ class Autocast(PrecisionPlugin):
 
 
 class MasterWeights(Autocast):
-    """O2: half weights except BatchNorm's, stepped through float32 masters; for float16 the loss is scaled."""
+    """O2: 16-bit weights, except BatchNorm's, updated from float32 master weights; for float16, loss scaling."""
 
     casts_batches = True
     autocast = PrecisionPlugin.autocast
@@ -122,7 +122,7 @@ class MasterWeights(Autocast):
                 cast_layer(lambda t: t.to(self.dtype) if t.is_floating_point() else t, recurse=False)
 
     def prepare(self, optimizers: Sequence[Optimizer]) -> None:
-        """Replace each half weight in the optimizers by a float32 master."""
+        """Replace each 16-bit weight in the optimizers with a float32 master weight."""
         super().prepare(optimizers)
         self._pairs: dict[Optimizer, list[tuple[Tensor, Tensor]]] = {}
         for optimizer in optimizers:
@@ -137,7 +137,7 @@ class MasterWeights(Autocast):
                         pairs.append((weight, master))
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Move the gradients to the masters, in float32, and unscale them there."""
+        """Move the gradients to the master weights, in float32, and unscale them."""
         for weight, master in self._pairs[optimizer]:
             master.grad = None if weight.grad is None else weight.grad.float()
             weight.grad = None

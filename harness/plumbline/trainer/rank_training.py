@@ -1,4 +1,4 @@
-"""Trains as this node's ranks: starts them, or joins the others as one of them."""
+"""Trains as one rank, or starts this node's ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from plumbline.trainer.step import StepModule
 
 
 def run_rank(trainer: Any, module: Module, local_rank: int, ckpt_path: Any, result_path: str | None = None) -> None:
-    """Train as one rank; leave the outcome in ``trainer`` and ``module``, and write it to ``result_path``."""
+    """Train as one rank. Store the result in ``trainer`` and ``module``, and in ``result_path`` if that is given."""
     plan = trainer.plan
     trainer.rank = plan.environment.rank(local_rank, plan.processes_per_node)
     trainer.world_size = plan.world_size
@@ -46,15 +46,16 @@ def run_rank(trainer: Any, module: Module, local_rank: int, ckpt_path: Any, resu
             train_stage(trainer, module, devices[0], ckpt_path)
         else:
             _train(trainer, module, devices, ckpt_path)
-        if result_path is not None:  # before anything is shut down: what is written is safe
+        if result_path is not None:  # written before anything is shut down, so that it is safe
             result = trainer.checkpoint()
             if trainer.balance is not None:
                 result = {**result, "balance": trainer.balance.as_dict()}
             checkpoints.write(result, result_path)
     except BaseException as error:
-        # A started rank just ends, which tells its parent at once. Elsewhere the group is closed, so that the
-        # others' next all-reduce fails rather than waits; the frames hold the DDP object, which must go
-        # first. NCCL's group is left to the launcher: closing it would wait for the others.
+        # A rank that the trainer started just ends, which its parent notices at once. Otherwise destroy the process
+        # group, so that the other ranks' next all-reduce fails instead of waiting. Clear the frames first: they refer
+        # to the DDP object, which must be deleted before that. Leave an NCCL group to the launcher, because destroying
+        # it would wait for the other ranks.
         if opened and result_path is None and (plan.comm == "gloo" or trainer.world_size == 1):
             traceback.clear_frames(error.__traceback__)
             leave_ranks()
@@ -78,7 +79,7 @@ def _train(trainer: Any, module: Module, devices: list[torch.device], ckpt_path:
     if plan.backend.synchronises:
         one_device = plan.accelerator != "cpu" and not plan.backend.splits
         forward = module.configure_ddp(forward, [devices[0].index] if one_device else None)
-        # From here on all ranks have rank 0's weights.
+        # From here on, all ranks have rank 0's weights.
     precision.prepare(state.optimizers)
     if ckpt_path is not None:
         checkpoints.restore(checkpoints.read(ckpt_path), trainer, state)
@@ -88,7 +89,7 @@ def _train(trainer: Any, module: Module, devices: list[torch.device], ckpt_path:
 
 
 def rank_devices(plan: Plan, local_rank: int) -> list[torch.device]:
-    """Return the devices of one rank; simulated ones are all the CPU."""
+    """Return the devices of one rank. Simulated devices are all the CPU."""
     mine = plan.devices if plan.backend.splits else plan.devices[local_rank : local_rank + 1]
     if plan.shared is not None:
         mine = tuple(index % plan.shared for index in mine)
@@ -97,7 +98,7 @@ def rank_devices(plan: Plan, local_rank: int) -> list[torch.device]:
 
 
 def join_ranks(trainer: Any, module: Module) -> bool:
-    """Open the process group unless there is one; return whether it was opened here."""
+    """Initialise the process group unless there is one. Return whether it was initialised here."""
     opened = not dist.is_initialized()
     if opened:
         environment = trainer.plan.environment
@@ -116,23 +117,23 @@ def join_ranks(trainer: Any, module: Module) -> bool:
 
 
 def leave_ranks() -> None:
-    """Close the process group.
+    """Destroy the process group.
 
-    The DDP object must be gone by then: its destructor waits for a gloo thread that may be waiting for the GIL.
+    The DDP object must be deleted before: its destructor waits for a gloo thread, which can be waiting for the GIL.
     """
     gc.collect()
     dist.destroy_process_group()
 
 
 def drawn_seed() -> int:
-    """Return a new seed at each call, derived from the user's, so that a second fit does not repeat the first one."""
+    """Draw a seed from torch's generator, so that it depends on the user's seed and differs between calls of fit."""
     return int(torch.empty((), dtype=torch.int64).random_())
 
 
 def seed_devices(rank: int, devices: list[torch.device]) -> None:
-    """Give every device its own random numbers, so that dropout masks differ.
+    """Seed each device differently, so that dropout masks differ.
 
-    The first device continues with the user's generator.
+    The first device of rank 0 keeps the state of the user's generator.
     """
     if rank == 0 and len(devices) == 1:
         return
@@ -145,12 +146,12 @@ def seed_devices(rank: int, devices: list[torch.device]) -> None:
 
 
 def run_ranks(trainer: Any, module: Module, ckpt_path: Any) -> dict[str, Any]:
-    """Train in one process for each device of this node; return the last checkpoint."""
+    """Train in one process per device of this node, and return the final checkpoint."""
     plan = trainer.plan
     environment = plan.environment
     meeting = {"MASTER_ADDR": environment.main_address(), "MASTER_PORT": str(environment.main_port())}
     if plan.start_method == "fork":
-        importlib.import_module("torch._dynamo")  # DDP needs it: a second here, once, instead of in each rank
+        importlib.import_module("torch._dynamo")  # DDP needs it; the import takes a second once, not in each rank
     first = environment.rank(0, plan.processes_per_node)
     with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
         result = str(Path(folder) / "result.ckpt")
@@ -182,7 +183,7 @@ def run_ranks(trainer: Any, module: Module, ckpt_path: Any) -> dict[str, Any]:
                 if process.is_alive():
                     process.kill()
                     process.join()
-            for file in context.error_files:  # torch leaves the one of each rank that raised
+            for file in context.error_files:  # torch does not delete the files of ranks that raised
                 Path(file).unlink(missing_ok=True)
         if not os.path.exists(result):
             raise RankError(f"Rank {first} ended without a result: its code called exit.", first)
@@ -209,12 +210,12 @@ def _rank(
 ) -> None:
     plan = trainer.plan
     if plan.accelerator == "cpu":
-        # One thread a rank, as torchrun does. After a fork it must be one: the parent's OpenMP threads are
-        # not here, and a parallel region that counts on them hangs.
+        # One thread per rank, as with torchrun. After a fork it must be one: the parent's OpenMP threads do not exist
+        # in this process, and a parallel region that uses them hangs.
         torch.set_num_threads(1)
     torch.manual_seed(seed)
-    # Pickled tensors arrive in shared memory, and a fork keeps shared what was shared before: all ranks would step the
-    # same copy.
+    # Pickled tensors arrive in shared memory, and tensors that were in shared memory stay there after a fork. Without
+    # these copies, all ranks would update the same weights.
     for tensor in (*module.parameters(), *module.buffers()):
         tensor.data = tensor.data.clone()
     rank = plan.environment.rank(local_rank, plan.processes_per_node)

@@ -1,4 +1,4 @@
-"""The user's training or validation step as a module, which can be split and synchronised."""
+"""The user's training or validation step as a module, which DataParallel and DistributedDataParallel can wrap."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from plumbline.trainer.precision_plugins import PrecisionPlugin
 
 
 class StepModule(nn.Module):
-    """Calls a step of the user's module in the right precision.
+    """Runs a step of the user's module in the trainer's precision.
 
-    DataParallel runs this forward in threads, which do not inherit autocast, so autocast is entered here.
+    DataParallel runs this forward in threads, which do not inherit autocast. Autocast is therefore entered here.
     """
 
     def __init__(self, module: Module, precision: PrecisionPlugin) -> None:
@@ -28,7 +28,7 @@ class StepModule(nn.Module):
         self.ends = ends_itself(module)
 
     def forward(self, hook: str, batch: Any, *indices: int) -> Any:
-        """Return what ``hook`` returns: a loss, outputs for ``training_step_end``, or weighted metrics."""
+        """Return the result of the method ``hook``: a loss, outputs for ``training_step_end``, or weighted metrics."""
         if self.precision.casts_batches:
             batch = cast(batch, self.precision.dtype)
         with self.precision.autocast():
@@ -54,7 +54,7 @@ def scalar_loss(outputs: Any) -> Tensor:
 
 
 def loss_function(module: Module, precision: PrecisionPlugin, splits: bool) -> Callable[[Any, Any], Tensor]:
-    """Return a function that computes the loss from the gathered outputs of a training step and its whole batch."""
+    """Return a function that computes the loss from a training step's gathered outputs and the whole batch."""
     if not ends_itself(module):
         return lambda outputs, batch: outputs.mean() if splits else outputs
     takes_batch = end_takes_batch(module)
@@ -76,7 +76,7 @@ def end_takes_batch(module: Module) -> bool:
 
 
 def weighted(metrics: Any, samples: int, device_type: str) -> dict[str, Tensor]:
-    """Return each metric as ``[[value × samples, samples]]``: rows that replicas and batches add up."""
+    """Return each metric as ``[[value × samples, samples]]``, a row that is summed over replicas and batches."""
     named = metrics if isinstance(metrics, dict) else {"val_loss": metrics}
     rows = {}
     for name, value in named.items():

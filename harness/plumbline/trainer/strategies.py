@@ -1,4 +1,4 @@
-"""The meanings of ``distributed_backend=``, and DataParallel for devices that are only simulated."""
+"""The strategies behind ``distributed_backend``, and DataParallel for simulated devices."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Strategy:
     """A way to use several devices.
 
     ``splits``: each node has one process, which splits its batch over all devices; otherwise each device has a process.
-    ``synchronises``: there are several processes, and DistributedDataParallel averages gradients over them. With
-    ``stages``, each process has a part of the module instead, and all of them the same batches.
+    ``synchronises``: there are several processes, and DistributedDataParallel averages gradients over them.
+    ``stages``: instead, each process has a part of the module, and all processes have the same batches.
     """
 
     name: str
@@ -36,7 +36,7 @@ STRATEGIES = {
 
 
 def split(module: nn.Module, devices: list[torch.device]) -> nn.Module:
-    """Return ``module`` such that its forward spreads the batch over ``devices`` and gathers on the first."""
+    """Return ``module`` with a forward that splits the batch over ``devices`` and gathers outputs on the first."""
     if len(devices) == 1:
         return module
     if devices[0].type == "cuda":
@@ -45,11 +45,10 @@ def split(module: nn.Module, devices: list[torch.device]) -> nn.Module:
 
 
 class Replicas(nn.Module):
-    """A drop-in for ``torch.nn.DataParallel`` over ``count`` simulated devices.
+    """A replacement for ``torch.nn.DataParallel`` over ``count`` simulated devices.
 
-    Inputs are split along dim 0 with ``torch.chunk``, outputs gathered along dim 0. As with DataParallel the
-    module is called once a replica (its hooks fire each time), and its buffers after the call are those of
-    the first one.
+    Inputs are split along dim 0 with ``torch.chunk``, and outputs gathered along dim 0. As with DataParallel, the
+    module and its hooks are called once per replica. Afterwards, the module has the first replica's buffers.
     """
 
     def __init__(self, module: nn.Module, count: int) -> None:
@@ -64,10 +63,10 @@ class Replicas(nn.Module):
 
 
 def replicate(module: nn.Module, count: int) -> list[nn.Module]:
-    """Return ``count`` shallow copies that share the module's weights, so that gradients add up, and its hooks.
+    """Return ``count`` shallow copies that share the module's hooks and its weights, so that gradients are summed.
 
-    The first copy has the module's own buffers, so in-place changes to them stay. The others start with clones. What a
-    forward assigns to an attribute is lost with its replica, as with DataParallel.
+    The first copy has the module's own buffers, so that in-place changes persist. The others have clones. As with
+    DataParallel, attributes that a forward sets are lost with its replica.
     """
     clones = [{id(buffer): buffer.clone() for buffer in module.buffers()} for _ in range(count - 1)]
     return [_replica(module, buffers) for buffers in ({}, *clones)]

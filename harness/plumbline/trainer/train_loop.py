@@ -1,4 +1,4 @@
-"""Trains a model that computes its own loss, given loaders, an optimizer and a criterion."""
+"""An interface to the trainer for models that compute their own loss, given loaders, an optimizer and a criterion."""
 
 from __future__ import annotations
 
@@ -24,33 +24,32 @@ from plumbline.trainer.trainer import Trainer
 class TrainLoop:
     """Trains a model on one device or many, and evaluates it.
 
-    The model has ``get_loss(batch, criterion, device)``, the scalar loss of a batch; for validation and ``evaluate``
-    ``get_loss_eval(batch, criterion, device)``, a mean over the batch; and for ``predict``
-    ``get_predictions(batch, device)``. They call the model as ``self(...)``.
+    The model must have a method ``get_loss(batch, criterion, device)``, which returns the scalar loss of a batch.
+    Validation and ``evaluate`` need ``get_loss_eval(batch, criterion, device)``, which returns a mean over the batch;
+    ``predict`` needs ``get_predictions(batch, device)``. These methods call the model as ``self(...)``.
 
     After ``fit``, model and optimizer have the trained state, even if other processes trained. ``epochs`` counts all
-    epochs so far. ``metrics`` holds ``loss`` of the last step, and ``val_loss`` after the last epoch; both are means
-    over samples, over all ranks.
+    epochs so far. ``metrics`` holds the ``loss`` of the last step, and the ``val_loss`` after the last epoch. Both are
+    means over the samples of all ranks.
 
     Args:
-        model: On any device; ``fit`` moves it and the criterion.
+        model: The model, on any device. ``fit`` moves it and the criterion.
         train_loader: A DataLoader as for one device. With several ranks, each gets its share of the samples.
-        val_loader: Used after each epoch, and shared in the same way. None: no validation.
-        test_loader: The default of ``evaluate`` and ``predict``.
-        optimizer: Over parameters of ``model``.
+        val_loader: The loader for validation after each epoch, shared in the same way. None: no validation.
+        test_loader: The default loader of ``evaluate`` and ``predict``.
+        optimizer: An optimizer over parameters of ``model``.
         criterion: A function or module that is passed to ``get_loss``.
         gpu_mode: ``"single"``: one device. ``"dp"``: the model's forward is split over the devices of this process, and
             the criterion sees the outputs of the whole batch. ``"ddp"``: a process for each device, with its own
             batches; gradients are averaged. ``"balanced"``: a process for each device, with a part of the model.
             ``fit`` starts the processes, unless torchrun or srun has started them.
-        use_amp: Forward and loss under float16 autocast; the loss is scaled.
-        accelerator: ``"cpu"`` (several devices are simulated), ``"auto"``, or a type of torch's devices, such as
-            ``"cuda"``.
+        use_amp: Whether forward and loss run under float16 autocast, with loss scaling.
+        accelerator: ``"cpu"`` (several devices are simulated), ``"auto"``, or a torch device type such as ``"cuda"``.
         seed: The seed for the order of the data.
-        start_method: ``"fork"`` or ``"spawn"`` for processes that ``fit`` starts. None: fork where there is no device.
+        start_method: ``"fork"`` or ``"spawn"`` for processes that ``fit`` starts. None: fork if there is no device.
 
     Raises:
-        MisconfigurationError: A method is missing, or the arguments do not go together.
+        MisconfigurationError: A method is missing, or arguments contradict each other.
     """
 
     def __init__(
@@ -86,17 +85,17 @@ class TrainLoop:
         self.metrics: dict[str, float] = {}
 
     def fit(self, num_epochs: int, num_nodes: int = 1, node_rank: int = 0, num_gpus: int | None = None) -> None:
-        """Train for ``num_epochs`` epochs; another call continues where this one ended.
+        """Train for ``num_epochs`` epochs. Another call continues where this one ended.
 
         Args:
             num_epochs: Passes over ``train_loader``.
             num_nodes: With ``ddp`` and ``balanced``, the number of nodes on which ``fit`` is called, with MASTER_ADDR
                 and MASTER_PORT set.
             node_rank: The index of this node, from 0, unless torchrun or srun sets it.
-            num_gpus: Devices of each node. None: all, or one with ``single``.
+            num_gpus: The number of devices on each node. None: all, or one with ``single``.
 
         Raises:
-            MisconfigurationError: This cannot be trained; nothing has been started.
+            MisconfigurationError: This cannot be trained. Nothing has been started.
             RankError: A process that was started here has failed.
         """
         if self.train_loader is None:
@@ -124,12 +123,12 @@ class TrainLoop:
             accelerator=self.accelerator,
             use_amp=self.use_amp,
             max_epochs=num_epochs,
-            seed=self.seed + self.epochs,  # an epoch's order follows from the sum of its number and this
+            seed=self.seed + self.epochs,  # an epoch's order depends on the sum of this seed and the epoch's number
             start_method=self.start_method,
         )
         weights = [list(group["params"]) for group in self.optimizer.param_groups]
         trainer.fit(Trained(self.model, self.criterion, self.optimizer, self.train_loader, self.val_loader))
-        if not trainer.optimizers or self.gpu_mode == "balanced":  # other processes have stepped copies, or parts
+        if not trainer.optimizers or self.gpu_mode == "balanced":  # other processes have trained copies or parts
             assert trainer.checkpoint is not None
             for group, whole_group in zip(self.optimizer.param_groups, weights, strict=True):
                 group["params"] = whole_group
@@ -140,7 +139,7 @@ class TrainLoop:
     def evaluate(self, loader: Any = None) -> float:
         """Return the mean of ``get_loss_eval`` over all samples of ``loader``, by default of ``test_loader``.
 
-        This process evaluates all samples on one device, even if it is one of several ranks.
+        This process evaluates all samples on one device, even if there are several ranks.
         """
         answers = self._ask("get_loss_eval", loader, self.criterion)
         total = sum(float(torch.as_tensor(loss).double().mean()) * samples for loss, samples in answers)
@@ -149,8 +148,8 @@ class TrainLoop:
     def predict(self, loader: Any = None) -> Any:
         """Return the concatenated outputs of ``get_predictions`` for all batches, on the CPU.
 
-        Tensors are concatenated along dim 0, also within tuples and dicts, and lists are joined. The samples and the
-        device are those of ``evaluate``.
+        Tensors are concatenated along dim 0, also within tuples and dicts, and lists are joined. As with ``evaluate``,
+        this process predicts all samples on one device.
         """
         return concatenate([answer for answer, _ in self._ask("get_predictions", loader)])
 
@@ -161,7 +160,7 @@ class TrainLoop:
             raise MisconfigurationError("There is no data: give a loader here, or TrainLoop a test_loader.")
         kind, count = devices_for(self.accelerator)
         on_device = self.accelerator != "cpu" and count > 0
-        device = torch.device(kind if on_device else "cpu")  # a rank has made its own the current one
+        device = torch.device(kind if on_device else "cpu")  # the current device, which on a rank is its own
         for part in (self.model, self.criterion):
             if isinstance(part, nn.Module):
                 part.to(device)
@@ -177,10 +176,10 @@ class TrainLoop:
 
 
 class Trained(Module):
-    """The Trainer's module for a model: its training step is the model's ``get_loss``.
+    """The Trainer's module for a model. Its training step is the model's ``get_loss``.
 
-    With ddp the whole step is inside the synchronised forward, so ``get_loss`` may call the model in any way. With dp
-    the model's own forward is split, since the loss needs the whole batch.
+    With ddp, the forward of DistributedDataParallel contains the whole step, so ``get_loss`` can call the model in any
+    way. With dp, only the model's own forward is split, because the loss needs the whole batch.
     """
 
     def __init__(self, model: Any, criterion: Any, optimizer: Optimizer, train_loader: Any, val_loader: Any) -> None:
@@ -224,7 +223,7 @@ class Trained(Module):
 
 
 class SplitForward:
-    """A context in which the model's forward splits its batch over the devices and gathers on the first."""
+    """A context in which the model's forward splits its batch over the devices and gathers outputs on the first."""
 
     def __init__(self, model: nn.Module, devices: list[torch.device]) -> None:
         self.model = model
@@ -238,7 +237,7 @@ class SplitForward:
 
 
 class ClassForward(nn.Module):
-    """Calls the model's forward as its class defines it, even while the instance has another one."""
+    """Calls the forward of the model's class, even while the instance's forward is replaced."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

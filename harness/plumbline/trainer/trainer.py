@@ -1,4 +1,4 @@
-"""The trainer that users see."""
+"""The trainer's user interface."""
 
 from __future__ import annotations
 
@@ -26,41 +26,40 @@ class Trainer:
     """Trains a ``Module`` on one device or many.
 
     During and after ``fit``, ``global_step`` is the number of optimizer steps, including those that AMP skipped, and
-    ``current_epoch`` the number of completed epochs. ``metrics`` holds the means of the last validation and ``loss``,
-    that of the last step; both are means over samples, over all ranks. ``balance`` is the plan of balanced with its
-    measurements: ``print`` shows it.
+    ``current_epoch`` the number of completed epochs. ``metrics`` holds the metrics of the last validation and the
+    ``loss`` of the last step, all of them means over the samples of all ranks. ``balance`` is the plan of balanced with
+    its measurements: ``print`` shows it.
 
     Args:
-        gpus: A count, indices (``[0, 1]``, ``"0, 1"``; the string ``"3"`` is device 3), -1 for all, None for
-            the CPU.
-        num_nodes: The number of nodes, each with these gpus. ``nb_gpu_nodes`` is its older name.
+        gpus: A count, indices (``[0, 1]``, ``"0, 1"``; the string ``"3"`` is device 3), -1 for all, None for the CPU.
+        num_nodes: The number of nodes, each with these gpus. ``nb_gpu_nodes`` is an older name for it.
         distributed_backend: ``"dp"`` splits each batch over the gpus of one process. ``"ddp"`` has a process for each
             gpu and averages gradients. ``"ddp2"`` averages over nodes and splits within them. ``"balanced"`` has a
             process for each gpu, with consecutive blocks of the module, chosen so that all devices take equal time
-            within their memory; a batch passes through them in micro-batches. None: dp for several gpus.
-        accelerator: ``"cpu"`` (each gpu is simulated, -1 is the number of cores), ``"auto"``, or a type of device,
-            such as ``"cuda"``.
+            within their memory; batches pass through them in micro-batches. None: dp for several gpus.
+        accelerator: ``"cpu"`` (each gpu is simulated, -1 is the number of cores), ``"auto"``, or a device type such as
+            ``"cuda"``.
         precision: 64, 32, 16 or ``"bf16"``; ``use_amp=True`` is 16.
-        amp_level: ``"O0"`` float32, ``"O1"`` autocast (default for 16 bits), ``"O2"`` half weights with
-            float32 masters, ``"O3"`` half weights.
-        accumulate_grad_batches: Micro-batches of a step; gradients are those of the mean of their losses.
-        gradient_clip_val: The largest 2-norm of an optimizer's gradients. None or 0: no limit.
+        amp_level: ``"O0"`` float32, ``"O1"`` autocast (default for 16 bits), ``"O2"`` 16-bit weights with float32
+            master weights, ``"O3"`` 16-bit weights.
+        accumulate_grad_batches: The number of micro-batches per step. The mean of their losses is differentiated.
+        gradient_clip_val: The maximum 2-norm of an optimizer's gradients. None or 0: no clipping.
         max_epochs: The number of epochs. None: 1, unless ``max_steps`` is given.
         max_steps: The number of optimizer steps. None: no limit.
-        val_check_interval: Validate after every so many training batches. None: after each epoch.
-        checkpoint_every: Write ``checkpoint_path`` (``{step}`` in it is the step) after every so many steps.
+        val_check_interval: The number of training batches between validations. None: validate after each epoch.
+        checkpoint_every: The number of steps after which ``checkpoint_path`` is written (``{step}`` in it is the step).
         seed: The seed for the order of the data.
-        node_rank: The index of this node where no launcher sets it. None: NODE_RANK.
-        start_method: ``"fork"`` or ``"spawn"`` for ranks that the trainer starts. None: fork where there is no device.
-        micro_batches: With balanced, how many a batch is divided into; gradients are those of the mean of their losses.
-            None: chosen for speed. Set it if the samples of a batch depend on one another, as through BatchNorm.
-        device_memory: With balanced, how many bytes a device may hold, or a list with an entry for each device. None:
-            what a device has.
-        stages: With balanced, how many parts the module is divided into. If that is fewer than there are devices,
-            replicas of the stages share the micro-batches of each batch. None: chosen for speed, at least 2.
-        stage_timeout: With balanced, how many seconds a stage waits for another one. None: half an hour. NCCL has a
-            limit of its own.
-        oversubscribe: Let ranks share devices if there are fewer than ``gpus``; on CUDA they communicate over gloo.
+        node_rank: The index of this node if no launcher sets it. None: NODE_RANK.
+        start_method: ``"fork"`` or ``"spawn"`` for ranks that the trainer starts. None: fork if there is no device.
+        micro_batches: With balanced, the number of micro-batches per batch. The mean of their losses is differentiated.
+            None: chosen for speed. Set it if the samples of a batch depend on each other, as through BatchNorm.
+        device_memory: With balanced, the maximum bytes per device, or a list with an entry for each device. None: all
+            memory of a device.
+        stages: With balanced, the number of parts of the module. If it is smaller than the number of devices, replicas
+            of the stages share the micro-batches of each batch. None: chosen for speed, at least 2.
+        stage_timeout: With balanced, the seconds that a stage waits for another one. None: half an hour. NCCL has its
+            own limit.
+        oversubscribe: Whether ranks share devices if there are fewer than ``gpus``. On CUDA they communicate over gloo.
 
     Raises:
         MisconfigurationError: The arguments contradict each other, the machine or the launcher.
@@ -108,7 +107,7 @@ class Trainer:
         self._devices_shown = False
 
     def fit(self, module: Module, ckpt_path: str | Path | None = None) -> None:
-        """Train ``module``; with ``ckpt_path``, resume from that checkpoint, even in the middle of an epoch.
+        """Train ``module``. With ``ckpt_path``, resume from that checkpoint, even in the middle of an epoch.
 
         Raises:
             MisconfigurationError: The module, its data or the checkpoint cannot be trained this way.
@@ -122,10 +121,10 @@ class Trainer:
         try:
             self._fit(module, ckpt_path)
         finally:
-            module.trainer = None  # a module that is saved or copied should not drag the trainer along
+            module.trainer = None  # so that saving or copying the module does not include the trainer
 
     def plan_stages(self, module: Module) -> Any:
-        """Return how balanced would distribute ``module``, without training: ``print`` shows it as a table.
+        """Return the plan by which balanced would distribute ``module``, without training. ``print`` shows a table.
 
         The result's ``plan.picture()`` is an SVG of one step.
 
@@ -141,9 +140,9 @@ class Trainer:
         return plan_without_training(self, module, rank_devices(self.plan, 0)[0])
 
     def save_checkpoint(self, path: str | Path) -> None:
-        """Write a checkpoint of the last completed step, on rank 0; other ranks do nothing.
+        """Write a checkpoint of the last completed step on rank 0. Other ranks write nothing.
 
-        With balanced, all ranks must call this during ``fit``, since each has a part of the module.
+        With balanced, all ranks must call this during ``fit``, because each has a part of the module.
         """
         if self.checkpoint is None:
             raise MisconfigurationError("There is nothing to save yet: call fit first.")
@@ -166,7 +165,7 @@ class Trainer:
                 self.balance = Balance.from_dict(final.pop("balance"))
             self.checkpoint = lambda: final
             return
-        # This process is a rank: a launcher, or the user with a process group of their own, has started it.
+        # This process is a rank, started by a launcher or by the user, who has initialised a process group.
         own_group = environment.starts_ranks and dist.is_initialized()
         run_rank(self, module, dist.get_rank() % per_node if own_group else environment.local_rank(), ckpt_path)
 
@@ -186,7 +185,7 @@ class Trainer:
             try:
                 loader = module.train_dataloader() if training else module.val_dataloader()
             except Exception:
-                continue  # it may need its rank's process group; the rank will raise its real error
+                continue  # it might need a rank's process group; otherwise the rank raises the same error
             if loader is not None:
                 check_loader(loader, self.plan, training)
                 if training and self.plan.micro_batches is not None:

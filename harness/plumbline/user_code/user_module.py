@@ -55,7 +55,7 @@ def _is(path: Path, file: str | None) -> bool:
 
 
 def import_module(name: str, shipped: Collection[str] = (), short_names: Collection[str] = ()) -> ModuleType:
-    """Import a module by its name. It may be in the current folder.
+    """Import a module by its name. It can be in the current folder.
 
     The errors of ``shipped`` modules need no traceback. ``short_names`` are alternatives for the error message.
     """

@@ -13,7 +13,7 @@ LONGEST = 8000
 _LONGEST_LINE = 300
 
 _FEWEST_OF_A_LIBRARY = 2
-"""Number of innermost frames that are kept of consecutive frames in libraries."""
+"""Number of frames, the innermost ones, that are kept of consecutive library frames."""
 
 _MACHINERY = tuple(
     os.path.join("plumbline", *parts)

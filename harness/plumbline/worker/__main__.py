@@ -13,7 +13,7 @@ import sys
 
 
 def _find_the_package() -> None:
-    """Import ``plumbline`` from its folder alone: beside it may be the packages of another environment."""
+    """Import ``plumbline`` without the folder around it, which may have the packages of another environment."""
     import os
 
     worker = os.path.dirname(os.path.abspath(__file__))

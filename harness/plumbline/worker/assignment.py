@@ -25,7 +25,8 @@ class Assignment:
     saved: the launch stops after ``stop_after_step`` steps and saves there or, with ``resume``, resumes from there.
     Tensors with more than ``store_above`` entries go into the launch's tensor store. With a ``barrier_socket``, the
     path of a socket, the launch is timed instead of recorded. With ``profile``, the path of a folder, it is profiled.
-    ``whole_node``: the subject starts the other ranks of the node itself; ``devices`` are those of all of them.
+    ``whole_node``: the subject starts the other ranks of the node itself, and ``devices`` has the devices of all of
+    them.
     """
 
     launch: int

@@ -1,4 +1,4 @@
-"""Messages between a launcher and its nodes that nobody without their token can forge, replay, reorder or reflect.
+"""Messages between a launcher and its nodes, protected by a token from forgery, replay, reordering and reflection.
 
 The token never crosses the network. The launcher sends a nonce to each node that connects. The node answers with its
 own nonce, its greeting, and a proof: the HMAC-SHA256, with the token, of its role, both nonces and the greeting. The
@@ -62,7 +62,7 @@ class Handshake:
 
     def _mac(self, purpose: bytes, role: bytes) -> bytes:
         parts = (purpose, role, self.launcher_nonce, self.node_nonce, self.greeting)
-        # With each part's length before it, no two different lists of parts are the same bytes.
+        # Each part follows its length, so that different lists of parts give different bytes.
         return hmac.digest(self.token, b"".join(_LENGTH.pack(len(part)) + part for part in parts), "sha256")
 
 
@@ -81,7 +81,7 @@ class LauncherGreeting:
     def feed(self, data: bytes) -> Handshake | None:
         """Add bytes from the node; return the handshake once the greeting is complete.
 
-        Answer the greeting with ``proof(LAUNCHER)``. The node sends nothing before it has received that.
+        Answer the greeting with ``proof(LAUNCHER)``. The node sends nothing more before it has received this.
         """
         self.received += data
         said = self.received

@@ -24,9 +24,9 @@ _REPORTED = ("below", "pid", "rank", "steps", "evidence", "failed", "idle", "unw
 class Child:
     """A process below a node's first process, and its reports about itself.
 
-    ``below`` is the id of that first process. ``rank`` is the rank that it (most probably) is. ``idle``: it ended
-    without having been a rank. ``unwritten`` says why its evidence could not be written. ``killed``: the server has
-    killed it.
+    ``below`` is the id of that first process. ``rank`` is the rank that this process (most probably) is. ``idle``: the
+    process ended without having been a rank. ``unwritten`` says why its evidence could not be written. ``killed``: the
+    server has killed the process.
     """
 
     line: socket.socket
@@ -88,10 +88,10 @@ def connect(address: Address) -> socket.socket:
 
 
 class Registry:
-    """Receives the reports of children in their order, and passes them on."""
+    """Receives the reports of children in order, and passes them on."""
 
     def __init__(self, notify: Callable[[Child, bool], None]) -> None:
-        """``notify`` is called with each child that wrote evidence, and with True when a child has ended."""
+        """``notify`` is called with a child and False when it has written evidence, and with True when it has ended."""
         self._notify = notify
         self._listener, self.address = listen()
         self._listener.setblocking(False)
@@ -120,7 +120,7 @@ class Registry:
         self._selector.close()
 
     def below(self, first: int) -> list[Child]:
-        """Return the living children of a node, which the process id of its first process identifies."""
+        """Return the living children of the node whose first process has the id ``first``."""
         children = [key.data for key in self._selector.get_map().values() if key.data is not None]
         return [child for child in children if child.below == first]
 

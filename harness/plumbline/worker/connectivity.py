@@ -1,4 +1,4 @@
-"""Which other nodes this node can reach, and a free port here."""
+"""Tests which other nodes this node can reach, and finds a free port here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ConnectivityProbe:
     def answer(self, command: Mapping[str, Any]) -> dict[str, Any]:
         """Return the event that answers ``command``: ``listen``, ``reach`` or ``port``.
 
-        Other nodes reach this one if they can connect; nobody accepts their connections.
+        Other nodes reach this one if they can connect; their connections are never accepted.
         """
         if command["command"] == "listen":
             self.close()
@@ -40,7 +40,7 @@ class ConnectivityProbe:
 
 
 def reach(peers: Mapping[str, Sequence[str | int]], seconds: float) -> dict[str, str]:
-    """Connect to every (address, port) in parallel; return, by key, why some cannot be reached."""
+    """Connect to every (address, port) in parallel; return the reasons of those that failed, by key."""
     failed: dict[str, str] = {}
     deadline = time.monotonic() + seconds
     with selectors.DefaultSelector() as selector:

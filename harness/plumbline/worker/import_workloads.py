@@ -1,4 +1,4 @@
-"""Imports the user's workloads into a fork server, whose ranks then have them."""
+"""Imports the user's workloads into a fork server, so that its ranks inherit them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from plumbline.workloads import find
 
 
 def import_workloads(locators: Sequence[str]) -> dict[str, Any]:
-    """Import them; return an event with a fingerprint of each one's weights and data, by name.
+    """Import the workloads; return an event with a fingerprint of the weights and data of each one, by name.
 
     Its ``message`` says why one cannot be imported here; otherwise it is empty.
     """
@@ -28,7 +28,7 @@ def import_workloads(locators: Sequence[str]) -> dict[str, Any]:
                 "device (.cuda(), torch.cuda.get_device_name(), …) into build() or columns()."
             )
         gc.collect()
-        gc.freeze()  # as what was imported before: see plumbline.worker.server
+        gc.freeze()  # for the same reason as in plumbline.worker.server
         return _contents_in_a_fork([one.name for one in own])
     except WorkloadError as error:
         return _event(message=str(error))
@@ -39,7 +39,7 @@ def _event(contents: dict[str, str] | None = None, message: str = "") -> dict[st
 
 
 def _contents_in_a_fork(names: Sequence[str]) -> dict[str, Any]:
-    """Build models and data in a child: the user's code may start threads or touch a device, which no fork survives."""
+    """Build models and data in a child: the user's code may start threads or use a device, which survive no fork."""
     source, sink = os.pipe()
     pid = os.fork()
     if not pid:

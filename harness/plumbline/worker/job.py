@@ -44,8 +44,8 @@ class Job:
             replica have the same share.
         backend, precision, gpus, num_nodes: the cell; ``gpus`` is per node.
         rank, local_rank, node_rank, world_size: the place of this process: one per device for ddp, one per node for dp
-            and ddp2. A subject with ``launch="node"`` starts ``gpus`` processes per node itself. It and they see the
-            node's first rank here, except for a script that has its own RANK.
+            and ddp2. A subject with ``launch="node"`` starts ``gpus`` processes per node itself. In all of them these
+            are the values of the node's first rank, except in a script that has its own RANK.
         device, devices: this process's device, and all of its devices (dp, ddp2; all devices of the node with
             ``launch="node"``).
         device_ids: the argument of ``DistributedDataParallel``: ``[device]``, None on the CPU.
@@ -118,7 +118,7 @@ class Job:
         return optimizers[0]
 
     def optimizers(self, params: Iterable[Any]) -> list[torch.optim.Optimizer]:
-        """Return the workload's optimizers, which divide ``params``, in the model's order, among them.
+        """Return the workload's optimizers. Each has its own part of ``params``, in the model's order.
 
         Each steps once per batch: all after one backward, or in turns, each after its own forward and backward at the
         weights that the previous one left.
@@ -142,13 +142,13 @@ class Job:
     def holding(self, names: Collection[str]) -> AbstractContextManager[None]:
         """Return a context in which this rank holds only the parameters and buffers ``names`` of ``model()``.
 
-        The values of others do not matter: ranks with the same samples hold the model together. After the context, the
-        model is complete again.
+        The values of the others do not matter: ranks with the same samples hold the model together. After the context,
+        the model is complete again.
         """
         return self._recorder.holding(names)
 
     def parts(self, parts: Mapping[str, FlatPart | Part], ranks: Collection[int] | None = None) -> None:
-        """Tell where this rank has its parts of parameters, if plain tensors hold them.
+        """Declare which parts of parameters this rank holds, if plain tensors hold them.
 
         Parts that are DTensors need not be declared.
 
@@ -163,9 +163,9 @@ class Job:
         self._recorder.parts(parts, range(self.world_size) if ranks is None else ranks)
 
     def skipped(self, optimizer: torch.optim.Optimizer, scale: float) -> None:
-        """Tell that the trainer's own loss scaler skips the next step because of an overflow.
+        """Report that the trainer's own loss scaler skips the next step because of an overflow.
 
-        Call it on every rank, before the next batch. Steps that a GradScaler skips are seen without it.
+        Call it on every rank, before the next batch. Steps that a GradScaler skips are recorded without it.
 
         Args:
             optimizer: the optimizer that would have stepped.
@@ -185,18 +185,19 @@ class Job:
     def log(self, name: str, value: float | Tensor) -> None:
         """Report a metric of all ranks, on every rank or on a single one.
 
-        Two names are judged if the loss is a mean over samples; others are the subject's own.
+        Two names are judged if the loss is a mean over samples; all other names are the subject's own.
 
         ``loss`` is the mean over the training samples of all ranks, each at the weights and in the mode of its training
-        step: of the last step, of this epoch so far, or since this rank logged it last. ``val_loss`` is the mean over
-        ``val_dataset``, each sample once, in evaluation mode at the current weights.
+        step. The mean covers the last step, this epoch so far, or the time since this rank logged it last. ``val_loss``
+        is the mean over ``val_dataset``, each sample once, in evaluation mode at the current weights.
         """
         self._recorder.on_log(name, value)
 
     def finished(self) -> None:
-        """Tell that this process has trained to the end, if the trainer will kill the processes that it started.
+        """Report that this process has trained to the end, if the trainer will kill the processes that it started.
 
-        This writes the evidence now, with an exception that is being handled. Other processes write it at their end.
+        This writes the evidence now, including an exception that is being handled. Other processes write theirs when
+        they end.
         """
         self._recorder.on_finished()
 
@@ -223,6 +224,6 @@ class ModelWithLoss(nn.Module):
         """Return the loss of ``batch`` and the model's outputs. Trainers look for ``return_loss`` in the signature."""
         outputs = self.model(batch)
         loss = self.loss(outputs, batch)
-        if num_items_in_batch is not None:  # it is a mean over this batch's labels
+        if num_items_in_batch is not None:  # the loss is a mean over this batch's labels
             loss = loss * (batch["labels"] != IGNORED).sum() / num_items_in_batch
         return WithLoss(loss, outputs)

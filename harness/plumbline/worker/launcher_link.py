@@ -24,7 +24,7 @@ class EventPipe:
 
 
 class Lines:
-    """Splits what is read from a descriptor into lines."""
+    """Splits the bytes read from a descriptor into lines."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -66,7 +66,7 @@ class PipeLink:
 
 
 class NetworkLink:
-    """A link by network. Messages are numbered, so the server alone sends: ranks write their events to a pipe.
+    """A link by network. Messages are numbered, so only the server sends them: ranks write their events to a pipe.
 
     ``from_ranks`` is a descriptor that is readable if there is something to ``forward``.
     """

@@ -60,7 +60,7 @@ def run(
             evidence.write_rank(assignment.returned, here.recorder.trace(assignment.rank, raised))
         if raised is not None:
             announce({"event": "raised", **place})
-        # Wait for children that nobody has waited for, as every Python program does at its end.
+        # Wait for the remaining children, as every Python program does at its end.
         exit_function: Callable[[], None] = multiprocessing.util._exit_function  # type: ignore[attr-defined]
         exit_function()
         announce({"event": "evidence", **place})

@@ -1,8 +1,9 @@
 """A process of a node whose subject starts its ranks itself: it joins the recording, and writes its evidence.
 
-The first process of a node calls the subject, and sets a variable with which the others join: forked ones after the
-fork, spawned ones when they unpickle the job or its model, scripts when they call ``current_job``. Each keeps a
-connection to the fork server's registry until its end. It writes the evidence of its rank before anything is shut down.
+The first process of a node calls the subject, and sets an environment variable through which the others join: forked
+processes after the fork, spawned ones when they unpickle the job or its model, scripts when they call ``current_job``.
+Each keeps a connection to the fork server's registry until its end. It writes the evidence of its rank before anything
+is shut down.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from plumbline.worker.recording.late_evidence import answer_requests, keep_proce
 from plumbline.worker.recording.recorder import ChildRecorder, compute_as_named
 
 VARIABLE = "PLUMBLINE_ASSIGNMENT"
-"""The variable for children, as JSON: the node's assignment, its first process, and the registry's address."""
+"""The environment variable for children, as JSON: the node's assignment, its first process, and the registry's
+address."""
 
 _NUMBERED = re.compile(r"Process-(\d+)$")
 
@@ -38,7 +40,7 @@ _current: NodeMember | None = None
 
 
 def current_member() -> NodeMember:
-    """Return this process's member of the recording, which it joins if it has not joined yet."""
+    """Return the member for this process; join the recording if this process has not joined yet."""
     global _current
     if _current is None:
         if VARIABLE not in os.environ:
@@ -85,7 +87,7 @@ class NodeMember:
 
     @classmethod
     def of_child(cls, values: dict[str, Any]) -> NodeMember:
-        """Join in a process that was not forked from the one that started it."""
+        """Join the recording in a process that was not forked from the one that started it."""
         assignment = Assignment.from_json(values["assignment"])
         if "RANK" in os.environ:
             assignment = assignment.as_rank(int(os.environ["RANK"]))
@@ -113,7 +115,7 @@ class NodeMember:
             answer_requests(self.write_so_far)
         if os.getpid() == self._first:
             return
-        # Without a server, nobody needs the values.
+        # Without a server, the values are not needed.
         with suppress(OSError):
             if self._line is None:
                 self._line = connect(self._address)
@@ -145,7 +147,7 @@ class NodeMember:
         """Write the evidence so far, in case this process is killed before it writes all of it."""
         with self._lock:
             if self.recorder.steps and not self._done:
-                with suppress(OSError):  # writing all of it will fail in the same way, and say why
+                with suppress(OSError):  # writing all of it later will fail, too, and report why
                     evidence.write_rank(
                         evidence.so_far_path(self.assignment.as_rank(self.rank).evidence),
                         self.recorder.trace(self.rank),
@@ -179,7 +181,7 @@ class NodeMember:
 
     @property
     def rank(self) -> int:
-        """The rank of this process: by its process group, else by RANK, else by its number among its siblings."""
+        """The rank of this process: from its process group, else from RANK, else from its number among its siblings."""
         if self.recorder.rank is not None:
             return self.recorder.rank
         if os.environ.get("RANK", "").isdecimal():
@@ -204,13 +206,13 @@ class NodeMember:
             os._exit(self._code)
 
     def _join(self) -> None:
-        """Join in a process of multiprocessing, or in a script."""
+        """Join the recording in a process of multiprocessing, or in a script."""
         process = multiprocessing.current_process()
         self._direct = os.getppid() == self._first
         # While a spawned process unpickles its target, only its name contains its number.
         number = process._identity[-1:] or _NUMBERED.findall(process.name)
         if self._direct and number and not process.daemon:
-            # Most probably a rank, and this one: processes are numbered in the order of their starts.
+            # Most probably the rank with this number: processes are numbered in the order in which they start.
             self._place = min(int(number[0]), self.assignment.processes_per_node) - 1
             self.report(rank=self.rank)
 
@@ -218,12 +220,12 @@ class NodeMember:
 def _raised() -> tuple[BaseException | None, int]:
     """Return the exception that ends this process, if any, and the resulting exit code.
 
-    It is propagating through multiprocessing, or has propagated through a script.
+    The exception is propagating through multiprocessing, or has propagated through a script.
     """
     raised = sys.exc_info()[1] or getattr(sys, "last_value", None)
     if not isinstance(raised, SystemExit):
         return raised, int(raised is not None)
     if not raised.code:
         return None, 0
-    # torch.multiprocessing's processes exit with a code when something else was raised.
+    # A process of torch.multiprocessing exits with a code while it handles the original exception.
     return raised.__context__ or raised, raised.code if isinstance(raised.code, int) else 1

@@ -142,7 +142,7 @@ def _description(node: int, host: str, connection: socket.socket) -> bytes:
 
 
 def _way_to_others(connection: socket.socket) -> dict[str, Any]:
-    """Return the interface and the address at which the ranks of other nodes reach those of this node.
+    """Return the interface and the address at which the ranks of other nodes reach the ranks of this node.
 
     By default it is the interface that leads to the launcher; GLOO_SOCKET_IFNAME chooses another one.
     """

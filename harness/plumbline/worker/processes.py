@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 KILL_TIMEOUT_S = 5.0
-"""Time in which killed processes should be gone. Those that the kernel holds longer are left to it."""
+"""Time for killed processes to disappear. Processes that the kernel holds longer are left behind."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -39,7 +39,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def has_exited(pid: int) -> bool:
-    """Return whether a process has exited, even if nobody has waited for it yet; False if unknown."""
+    """Return whether a process has exited, even if it has not been waited for yet; False if unknown."""
     fields = _stat(pid)
     return sys.platform == "linux" and (not fields or fields[0] in ("Z", "X"))
 
@@ -54,7 +54,7 @@ def kills_for_memory() -> int:
 
 
 def die_with(parent: int, number: int = signal.SIGKILL) -> None:
-    """Have the kernel send this process a signal when its parent dies, or none with 0."""
+    """Have the kernel send this process a signal when its parent dies, or none if ``number`` is 0."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
         if os.getppid() != parent:
@@ -62,9 +62,9 @@ def die_with(parent: int, number: int = signal.SIGKILL) -> None:
 
 
 def wakeup_pipe() -> int:
-    """Return a descriptor that becomes readable at SIGCHLD and SIGTERM, whose numbers it gives; SIGINT is ignored.
+    """Return a descriptor from which the numbers of SIGCHLD and SIGTERM can be read when they arrive; ignore SIGINT.
 
-    Ctrl-C goes to the process that started this one, which ends it in order.
+    Ctrl-C also reaches the process that started this one, which then ends this one in order.
     """
     wake, wake_write = os.pipe()
     for descriptor in (wake, wake_write):
@@ -91,7 +91,7 @@ def dump_stacks_on_request(descriptor: int) -> None:
 
 
 def adopt() -> None:
-    """On Linux, become the parent of descendants that lose theirs."""
+    """On Linux, become the parent of descendants whose parent ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
@@ -108,7 +108,7 @@ def descendants() -> frozenset[int]:
 
 def end_all(spared: frozenset[int] = frozenset()) -> int:
     """End all descendants of this process except ``spared``; return how many there were."""
-    # Those that lose their parent become this process's children.
+    # Descendants whose parent ends become children of this process.
     ended = end_each(lambda: descendants() - spared, after_each=_reap)
     _reap()
     return ended
@@ -117,7 +117,7 @@ def end_all(spared: frozenset[int] = frozenset()) -> int:
 def end_each(find: Callable[[], Set[int]], after_each: Callable[[], None] = lambda: None) -> int:
     """End the processes that ``find`` returns, until it finds none or ``KILL_TIMEOUT_S`` has passed; count them.
 
-    It is called repeatedly, because processes may have forked in the meantime.
+    ``find`` is called repeatedly, because processes may have forked in the meantime.
     """
     ended: set[int] = set()
     deadline = time.monotonic() + KILL_TIMEOUT_S

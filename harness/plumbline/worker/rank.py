@@ -38,7 +38,7 @@ def current_job() -> Job:
     return _current or current_member().job
 
 
-# Pickled for a process that the subject starts, a job becomes that process's own job.
+# A job that is pickled for a process that the subject starts is unpickled as that process's own job.
 copyreg.pickle(Job, lambda _: (current_job, ()))
 
 
@@ -68,7 +68,7 @@ def run(
                 announce({"event": "so_far", **place})
 
         def before_destruction() -> None:
-            with suppress(OSError):  # the whole evidence comes later, and names the obstacle
+            with suppress(OSError):  # writing the whole evidence later will report the error
                 write_so_far()
 
         keep_process_groups(before_destruction)
@@ -91,7 +91,7 @@ def call_subject(subject: Subject, job: Job) -> BaseException | None:
     try:
         subject.train(job)
     except BaseException as error:
-        with suppress(Exception):  # a subject may have closed what it prints to
+        with suppress(Exception):  # the subject may have closed standard error
             traceback.print_exc()
         return error
     return None

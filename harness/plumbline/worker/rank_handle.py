@@ -13,7 +13,7 @@ from plumbline.worker.processes import kills_for_memory
 from plumbline.worker.scratch import NODE, Scratch
 
 KEPT = 1 << 19
-"""Bytes that a log keeps of the beginning of the output, and of its end."""
+"""Bytes of output that a log keeps at the beginning, and again at the end."""
 
 _AT_ONCE = 1 << 16
 _ENOUGH = 1 << 22
@@ -22,8 +22,8 @@ _ENOUGH = 1 << 22
 class Log:
     """Reads a rank's output from a pipe, and writes it to ``path``.
 
-    Output between the beginning and the end is counted and dropped, so a rank cannot fill the disk, nor wait for it. A
-    log that cannot be written does not fail the cell.
+    Output between the beginning and the end is counted and dropped, so a rank can neither fill the disk nor wait for
+    it. If the log cannot be written, the cell does not fail.
     """
 
     def __init__(self, path: str) -> None:
@@ -123,7 +123,7 @@ class ForkedRank:
 
     @property
     def has_evidence(self) -> bool:
-        """Whether it has written evidence itself. A subject that starts its ranks leaves that to them."""
+        """Whether this rank has written evidence. A subject that starts its ranks leaves that to them."""
         return self.scratch is None and os.path.exists(self.evidence)
 
     def remove_scratch(self) -> None:

@@ -269,8 +269,8 @@ def preload(locator: str) -> list[Any]:
 
     from plumbline.subjects.load import load
 
-    # DTensor's operations are not run here over a fake process group: its cache would survive the fork. Meshes of equal
-    # ranks are equal keys, and what the cache returns has the coordinates of the process that filled it.
+    # Do not run DTensor operations here over a fake process group: their cache would survive the fork. Meshes with
+    # equal ranks are equal keys, but cached values have the coordinates of the process that filled the cache.
     torch.set_num_threads(1)
     subjects = load(locator)
     import plumbline.worker.node_leader

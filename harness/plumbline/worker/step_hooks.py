@@ -63,7 +63,7 @@ class StepHooks(ABC):
         return nullcontext()
 
     def parts(self, parts: Mapping[str, FlatPart | Part], ranks: Collection[int]) -> None:  # noqa: B027
-        """Note where this rank has its parts of parameters."""
+        """Note which parts of parameters this rank holds."""
 
     def skipped(self, optimizer: Optimizer, scale: float) -> None:  # noqa: B027
         """Note that the trainer's own loss scaler skips a step of ``optimizer`` at this ``scale``."""
@@ -100,21 +100,21 @@ class StepHooks(ABC):
         """Note the beginning of a step."""
 
     def gradients_ready(self, optimizer: Optimizer) -> None:  # noqa: B027
-        """Note the gradients of a step, those that its closure computes if it has one."""
+        """Note the gradients of a step; if it has a closure, the gradients that the closure has computed."""
 
     @abstractmethod
     def step_ends(self, optimizer: Optimizer) -> None: ...
 
     @abstractmethod
     def _scaled_step(self, scaler: Any, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
-        """Call the ``step`` of an enabled GradScaler, which may skip the optimizer's; return its result."""
+        """Call the ``step`` of an enabled GradScaler, which may skip the optimizer's step; return its result."""
 
 
 _AROUND = (("worker", "rank.py"), ("multiprocessing", "process.py"), ("multiprocessing", "spawn.py"))
-"""The callers of trainers, by folder and file: Plumbline, and multiprocessing."""
+"""The files that call trainers, as folder and name: of Plumbline and of multiprocessing."""
 
 _LONGEST_SOURCE = 100
-"""Characters of a line of source."""
+"""The largest number of characters that are shown of a line of source."""
 
 
 def in_words(raised: BaseException) -> str:

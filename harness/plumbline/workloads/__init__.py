@@ -1,7 +1,7 @@
-"""Training problems that are hard to get right, grouped into files by what they expose.
+"""Training problems that are hard to get right, grouped into files by the kind of mistake that they expose.
 
-The built-in ones are instances of ``Workload``, by name in ``WORKLOADS``; ``register`` adds one from elsewhere. Nothing
-here knows a trainer or the judge.
+``WORKLOADS`` maps names to the built-in instances of ``Workload``; ``register`` adds one from another package. This
+package is independent of trainers and of the judge.
 """
 
 from __future__ import annotations
@@ -72,14 +72,14 @@ WORKLOADS: dict[str, Workload] = {
 }
 
 EVERY: Mapping[str, Workload] = ChainMap(PERFORMANCE, WORKLOADS)  # type: ignore[arg-type]  # it is only read
-"""Those that are there for what they expose, then those that are there for their speed."""
+"""All workloads: those that expose mistakes, then those that measure performance."""
 
 
 def register(workload: Workload) -> None:
-    """Add a workload from another package: it is planned, trained and judged like the others.
+    """Add a workload from another package. It is then planned, trained and judged like the others.
 
     Raises:
-        ValueError: its name is taken.
+        ValueError: another workload has this name.
     """
     if EVERY.get(workload.name, workload) is not workload:
         raise ValueError(f"there is already a workload {workload.name!r}: give this one another name")

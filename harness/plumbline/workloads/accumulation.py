@@ -1,4 +1,4 @@
-"""Windows of several micro-batches, with evaluations and metrics in the middle of them."""
+"""Gradient accumulation over windows of micro-batches, with evaluations and metrics within the windows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from plumbline.workloads.randomness import KeyedDropout
 
 
 class Accumulation(Mlp):
-    """The perceptron with windows of three and two micro-batches; loud samples make micro-batches differ."""
+    """The perceptron with windows of three and two micro-batches. Inputs of unequal norm make micro-batches differ."""
 
     name = "accumulation"
     exposes = "micro-batches summed, divided twice, wiped, left unreduced; the short last window dropped or misjudged"
@@ -25,7 +25,7 @@ class Accumulation(Mlp):
     steps_per_epoch = 5
 
     def columns(self, count: int, generator: torch.Generator) -> Batch:
-        """Return ``x`` (16,), whose length differs widely by sample, and the class ``y``."""
+        """Return ``x`` (16,), whose norm differs widely between samples, and the class ``y``."""
         columns = super().columns(count, generator)
         loudness = torch.randn(count, 1, generator=generator).exp()
         return {**columns, "x": columns["x"] * loudness}
@@ -46,9 +46,9 @@ class _WithBatchNormAndDropout(nn.Module):
 
 
 class Validation(Mlp):
-    """BatchNorm and dropout under accumulation, evaluated after every second batch: inside windows and between them.
+    """BatchNorm and dropout with accumulation, evaluated after every second batch, within and between windows.
 
-    All windows are whole: short ones are left to other workloads.
+    All windows are complete. Other workloads cover short windows.
     """
 
     name = "validation"
@@ -75,7 +75,7 @@ class _WithDropout(nn.Module):
 class Metrics(Accumulation):
     """Windows of three and two micro-batches, the last one short, and an evaluation after the first window.
 
-    A few samples cost much, so batches and ranks have different mean losses.
+    A few samples have a large weight in the loss, so the mean loss differs between batches and between ranks.
     """
 
     name = "metrics"
@@ -89,7 +89,7 @@ class Metrics(Accumulation):
         return super().samples(devices) - MISSING
 
     def columns(self, count: int, generator: torch.Generator) -> Batch:
-        """Return ``x`` (16,), the class ``y``, and what an error ``costs``."""
+        """Return ``x`` (16,), the class ``y``, and ``costs``, the weight of the sample's loss."""
         return {**super().columns(count, generator), "costs": torch.randn(count, generator=generator).exp()}
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:

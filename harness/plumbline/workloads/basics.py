@@ -1,4 +1,4 @@
-"""Plain problems: equal shares and a loss that is a mean over samples; exact, in order, or uneven."""
+"""Plain problems whose loss is a mean over samples: the basic ones, an exact one, an unshuffled one, an uneven one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from plumbline.workloads.workload import Workload
 
 
 class Perceptron(nn.Module):
-    """Layers in sequence, applied to ``x`` of a batch."""
+    """Applies layers in sequence to column ``x`` of a batch."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
@@ -24,14 +24,14 @@ class Perceptron(nn.Module):
 
 
 def warm_up_then_decay(step: int, warm_up: int, decay: float) -> float:
-    """Return the rate at ``step`` relative to the highest: a linear warm-up, then an exponential decay."""
+    """Return the learning rate at ``step`` relative to its maximum: a linear warm-up, then an exponential decay."""
     return min((step + 1) / (warm_up + 1), decay ** (step - warm_up))
 
 
 class Plain(Workload):
-    """A workload in a few values: the class of its model, the optimizer with its options, and a learning-rate schedule.
+    """A workload defined by a model class, an optimizer with its options, and a learning-rate schedule.
 
-    ``warm_up`` has the steps of the warm-up and the factor of the decay after each later one; None: a constant rate.
+    ``warm_up`` has the number of warm-up steps and the decay factor of each later step; None: a constant rate.
     """
 
     network: ClassVar[type[nn.Module]]
@@ -57,7 +57,7 @@ class _TwoLayers(Perceptron):
 
 
 class Mlp(Plain):
-    """A two-layer perceptron that classifies random points; SGD, which hides no wrong scale."""
+    """A two-layer perceptron that classifies random points, trained with SGD, which does not hide a wrong scale."""
 
     name = "mlp"
     exposes = "wrong averages, missing synchronisation, wrong shards: no excuse for any difference"
@@ -89,8 +89,9 @@ class _Linear(nn.Module):
 class LinearExact(Plain):
     """Least squares on one-hot features of ±1, weights in eighths, targets in halves.
 
-    A step of N samples divides by N and multiplies by the learning rate 8, which adds log2(N/8) bits. The 24 bits of a
-    float32 hold six steps up to N = 128. The sizes keep a loss scale of 65536 within float16's range.
+    A step of N samples divides by N and multiplies by the learning rate 8, which adds log2(N/8) bits to the weights.
+    The 24 significant bits of a float32 suffice for six steps up to N = 128. The values are small enough that a loss
+    scale of 65536 stays within float16's range.
     """
 
     name = "linear-exact"
@@ -102,7 +103,7 @@ class LinearExact(Plain):
     batch_size = 16
 
     def columns(self, count: int, generator: torch.Generator) -> Batch:
-        """Return ``x`` (8,), one entry of ±1, and ``y`` (2,), -1 to 1 in halves."""
+        """Return ``x`` (8,), zero but for one entry of ±1, and ``y`` (2,), multiples of 1/2 from -1 to 1."""
         hot = torch.randint(FEATURES, (count,), generator=generator)
         sign = torch.randint(2, (count, 1), generator=generator) * 2.0 - 1.0
         x = nn.functional.one_hot(hot, FEATURES) * sign
@@ -130,7 +131,7 @@ MISSING = 7
 
 
 class Uneven(Mlp):
-    """The perceptron with a last batch that lacks seven samples."""
+    """The perceptron with a last batch that is seven samples short."""
 
     name = "uneven"
     exposes = "a tail that is dropped, or padded with more repeats than there are ranks; chunks of unequal size"

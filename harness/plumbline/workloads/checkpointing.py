@@ -14,10 +14,11 @@ from plumbline.workloads.updates import GAIN, AdamW
 
 
 class _Remembering(nn.Module):
-    """Subtracts the average of its biases so far: its buffers follow from the weights alone, whoever has which sample.
+    """Subtracts the running average of its first layer's bias from that layer's output.
 
-    Without the buffers ``updates`` (a count) and ``average``, the next forward computes something else. Several
-    forwards at the same weights, as those of micro-batches, count once: ``latest`` is the bias of the last forward.
+    Its buffers depend on the weights alone, not on which rank has which samples. If ``updates`` (a count) and
+    ``average`` are lost, later outputs differ. Several forwards at the same weights, as with micro-batches, count once:
+    ``latest`` is the bias at the last forward.
     """
 
     updates: Tensor
@@ -38,15 +39,16 @@ class _Remembering(nn.Module):
                 self.updates += updated
                 self.average += updated * (self.first.bias - self.average) / self.updates
                 self.latest.copy_(self.first.bias)
-        # As in ``overflow``: the power of two goes out and in again, and the gradient between is as much larger.
+        # As in ``overflow``: dividing and multiplying by a power of two is exact, but makes the gradient in between
+        # larger by that factor.
         gain = batch["gain"][:, None]
         return self.last((self.first(batch["x"]) - self.average).tanh() / gain) * gain
 
 
 class CheckpointResume(Mlp):
-    """The perceptron with momentum, a rate of its own for every step, buffers, and an overflow in every epoch.
+    """The perceptron with momentum, a different learning rate at every step, buffers, and an overflow in every epoch.
 
-    The overflow, of one sample, happens in 16 bits only. There the loss scale is then no longer the initial one.
+    One sample causes the overflow, in float16 only. There the loss scale then differs from the initial one.
     """
 
     name = "checkpoint"
@@ -69,7 +71,7 @@ class CheckpointResume(Mlp):
 
 
 class CheckpointWindows(Mlp):
-    """The perceptron with momentum and windows of two and one micro-batches, interrupted between two windows."""
+    """The perceptron with momentum and windows of two and, last, one micro-batches, interrupted between two windows."""
 
     name = "checkpoint-windows"
     exposes = "a place in the epoch that is counted in steps where batches are meant, or the other way round"
@@ -83,7 +85,7 @@ class CheckpointWindows(Mlp):
 
 
 class CheckpointElastic(AdamW):
-    """AdamW with two groups; a step has the same samples on two devices as on three."""
+    """AdamW with two parameter groups. A step has the same samples on two devices as on three."""
 
     name = "checkpoint-elastic"
     exposes = "moments or their count lost, a place in the epoch counted by each rank, when other ranks resume"
@@ -96,7 +98,7 @@ class CheckpointElastic(AdamW):
 
 
 class CheckpointExperts(MixtureOfExperts, CheckpointElastic):
-    """The mixture of experts with AdamW: each rank saves its own experts, and other ranks resume with others."""
+    """The mixture of experts with AdamW. Each rank saves its experts; when resumed, ranks hold different experts."""
 
     name = "checkpoint-experts"
     exposes = "experts, or their moments, that are those of another rank, or new, when other ranks resume"

@@ -34,7 +34,7 @@ class CnnBatchNorm(Plain):
     blocks = 7
 
     def columns(self, count: int, generator: torch.Generator) -> Batch:
-        """Return ``image`` (1, 6, 6), its brightness and contrast differing by sample, and the class ``y``."""
+        """Return ``image`` (1, 6, 6), whose brightness and contrast differ between samples, and the class ``y``."""
         contrast = 0.5 + torch.rand(count, 1, 1, 1, generator=generator)
         brightness = torch.randn(count, 1, 1, 1, generator=generator)
         image = torch.randn(count, 1, 6, 6, generator=generator) * contrast + brightness
@@ -54,7 +54,7 @@ class _Encoder(nn.Module):
 
 
 class Contrastive(Plain):
-    """InfoNCE with in-batch negatives (van den Oord et al. 2018, arXiv:1807.03748, eq. 4), two views a sample."""
+    """InfoNCE with in-batch negatives (van den Oord et al. 2018, arXiv:1807.03748, eq. 4) and two views per sample."""
 
     name = "contrastive"
     exposes = "which batch the loss sees: all of it (none, dp), a node's (ddp2), a rank's (ddp)"
@@ -62,12 +62,12 @@ class Contrastive(Plain):
     blocks = 3
 
     def columns(self, count: int, generator: torch.Generator) -> Batch:
-        """Return ``views`` (2, 12): one point seen twice with noise."""
+        """Return ``views`` (2, 12): one point, twice, with different noise."""
         point = torch.randn(count, 1, 12, generator=generator)
         return {"views": point + 0.3 * torch.randn(count, 2, 12, generator=generator)}
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
-        """Return the cross entropy of finding a sample's second view among all second views of the batch."""
+        """Return the cross entropy of identifying a sample's second view among all second views of the batch."""
         first, second = outputs.unbind(1)
         similarity = first @ second.T / TEMPERATURE
         return nn.functional.cross_entropy(similarity, torch.arange(len(similarity), device=similarity.device))
@@ -86,7 +86,7 @@ class _LanguageModel(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         now = self.embedding(batch["tokens"][:, :-1])
-        # A causal summary of what came before: the running mean.
+        # A causal summary of the tokens so far: their running mean.
         past = now.cumsum(1) / torch.arange(1, LENGTH + 1, device=now.device, dtype=now.dtype)[:, None]
         return self.head(torch.tanh(self.mix(torch.cat((now, past), -1))))
 
@@ -104,10 +104,10 @@ class LmTokens(Plain):
     def columns(self, count: int, generator: torch.Generator) -> Batch:
         """Return ``tokens`` (length + 1,), and ``real`` and ``labels`` (length,).
 
-        ``real`` is 1 where there is a token to predict. There ``labels`` has that token, and -100 elsewhere.
+        ``real`` is 1 where there is a token to predict. ``labels`` has that token there, and -100 elsewhere.
         """
         tokens = torch.randint(VOCABULARY, (count, LENGTH + 1), generator=generator)
-        # Squared, so that short samples are many and shards differ in their number of tokens.
+        # Squared, so that many samples are short and shards differ in their number of tokens.
         lengths = 1 + (LENGTH * torch.rand(count, generator=generator) ** 2).long()
         real = torch.arange(LENGTH) < lengths[:, None]
         return {"tokens": tokens, "real": real, "labels": tokens[:, 1:].where(real, -100)}

@@ -24,7 +24,7 @@ class Sample(dict[str, Tensor]):
         return self
 
     def __copy__(self) -> Sample:
-        """Return a shallow copy, without the slow way of pickling."""
+        """Return a shallow copy, faster than the default way through ``__reduce_ex__``."""
         return Sample(self)
 
 
@@ -40,8 +40,8 @@ def _columns_with_keys(sample: Sample) -> tuple[list[tuple[_pytree.KeyEntry, Ten
     return [(_pytree.MappingKey(name), column) for name, column in sample.items()], list(sample)
 
 
-# torch walks through nested inputs by their exact types (FSDP's casts, torch.compile, torch.export): a dict's subclass
-# must be known.
+# torch traverses nested inputs by exact type (FSDP's casts, torch.compile, torch.export), so a subclass of dict must be
+# registered.
 _pytree.register_pytree_node(
     Sample,
     _columns,
@@ -55,7 +55,7 @@ Batch = dict[str, Tensor]
 
 
 class Columns(Dataset[Batch]):
-    """A map-style dataset over equally long columns; every sample knows its ``"index"``."""
+    """A map-style dataset over columns of equal length. Every sample has its position as ``"index"``."""
 
     def __init__(self, columns: Batch) -> None:
         count = len(next(iter(columns.values())))

@@ -17,12 +17,12 @@ EXPERTS = 4
 
 
 class Experts(nn.ModuleList):
-    """Layers with the same input. Trainers that divide experts among ranks replace this module."""
+    """Expert layers with the same input. Trainers that distribute experts over ranks replace this module."""
 
     def forward(self, x: Tensor, gates: Tensor) -> Tensor:
         """Return the sum of all experts' outputs for ``x`` (rows, width), weighted by ``gates`` (rows, experts).
 
-        An expert computes the rows for which its gate is not zero, and no others.
+        An expert computes only the rows for which its gate is not zero.
         """
         total = torch.zeros_like(x, dtype=gates.dtype)
         for number, expert in enumerate(self):
@@ -43,8 +43,8 @@ class _Mixture(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         hidden = self.first(batch["x"]).tanh()
-        # Gates by ReLU (Wang et al. 2024, arXiv:2412.14711), squared: where rounding opens or closes one, neither the
-        # output nor the gradient jumps, as they would where the largest few are taken.
+        # Squared ReLU gates (Wang et al. 2024, arXiv:2412.14711): if rounding opens or closes a gate, neither the
+        # output nor the gradient jumps, as they would with top-k routing.
         gates = self.router(hidden).relu().square()
         return self.head(hidden + self.experts(hidden, gates))
 
@@ -62,7 +62,7 @@ class MixtureOfExperts(Mlp):
 
 
 class ClippingExperts(MixtureOfExperts, Clipping):
-    """The mixture of experts with gradients clipped to a fraction of their length."""
+    """The mixture of experts with gradients clipped to a fraction of their norm."""
 
     name = "clipping-experts"
     exposes = "norms without experts, with those of some ranks only, or averaged over ranks"

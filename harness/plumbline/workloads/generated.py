@@ -1,4 +1,4 @@
-"""A training problem built from a recipe: a few words and numbers that a search can draw and shrink."""
+"""A training problem built from a recipe: a few words and numbers that a search can draw at random and shrink."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from plumbline.workloads.randomness import KeyedDropout
 INPUTS = ("features", "tokens", "sparse-tokens", "images")
 LOSSES = ("classes", "squares", "token-mean", "in-batch", "two")
 TEXT, LABELS = "text", "labels"
-"""The inputs and the loss of those trainers that know no other."""
+"""The inputs and the loss for trainers that support only language models."""
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "groups", "several")
 SCHEDULES = ("none", "warm-up")
 RETURNS = ("logits", "nested")
@@ -27,24 +27,24 @@ FEATURES, VOCABULARY, LENGTH, SIDE, OUTPUTS = 6, 11, 5, 4, 3
 
 @dataclass(frozen=True)
 class Recipe:
-    """A problem in words and numbers. The defaults are the plainest one: a linear layer, its mean loss, and SGD.
+    """A problem in words and numbers. The defaults give the simplest one: linear layers, a mean loss, and SGD.
 
     Args:
-        inputs: what a sample is: a vector of ``features``, a sequence of ``tokens`` (embedded; ``sparse-tokens`` with
+        inputs: kind of sample: a vector of ``features``, a sequence of ``tokens`` (embedded; ``sparse-tokens`` with
             sparse gradients), an image (``images``), or a ``text`` whose next tokens are the ``labels``.
-        layers: names of ``LAYERS``, applied one after the other; ``linear-7`` has 7 outputs.
+        layers: keys of ``LAYERS``, applied one after the other; ``linear-7`` has 7 outputs.
         loss: ``classes`` mean cross entropy, ``squares`` mean squared error, ``token-mean`` cross entropy over the real
             tokens of unequal sequences, ``in-batch`` cross entropy among the samples of the batch, ``two`` the sum of
             ``classes`` and a squared error, ``labels`` cross entropy over the next tokens of texts.
-        optimizer: of ``OPTIMIZERS``; ``groups`` is AdamW with two groups, ``several`` is SGD and Adam.
-        batch_size: samples of a global batch, rounded up to a multiple of the devices.
-        left_out: how many samples the last of several batches lacks; it keeps at least one for each device.
-        clip_norm: norm to which gradients are clipped, None: they are not.
-        returns: what the model returns: the ``logits``, or them ``nested`` in a dict beside what they were made of, of
-            which the loss takes the mean square.
-        interrupt_after: so many optimizer steps are taken, and new processes resume from the checkpoint; None: one
-            training.
-        metrics: whether the epoch's mean loss that the trainer reports is judged.
+        optimizer: one of ``OPTIMIZERS``; ``groups`` is AdamW with two parameter groups, ``several`` is SGD and Adam.
+        batch_size: samples of a global batch, rounded up to a multiple of the number of devices.
+        left_out: number of samples missing from the last of several batches, which keeps at least one per device.
+        clip_norm: norm to which gradients are clipped; None: no clipping.
+        returns: output of the model: ``logits``, or ``nested``, a dict of the logits and the head's input, whose mean
+            square is added to the loss.
+        interrupt_after: number of optimizer steps after which new processes resume from a checkpoint; None: no
+            interruption.
+        metrics: whether the mean loss that the trainer reports for an epoch is judged.
     """
 
     inputs: str = "features"
@@ -67,12 +67,12 @@ class Recipe:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of the whole training; a short window at the end of an epoch is a step too."""
+        """Optimizer steps of the whole training, including those of short windows at the end of epochs."""
         return self.epochs * -(-self.steps_per_epoch // self.accumulate)
 
 
 class Generated(Plain):
-    """The problem of a recipe: a subclass sets ``name`` and ``recipe``."""
+    """The problem that a recipe describes. A subclass sets ``name`` and ``recipe``."""
 
     recipe: ClassVar[Recipe]
     exposes = "whatever a search found"
@@ -96,14 +96,15 @@ class Generated(Plain):
     def columns(self, count: int, generator: torch.Generator) -> Batch:
         """Return ``x``, the class ``y`` and the vector ``target``; for tokens also ``labels`` and ``real``.
 
-        Texts are ``tokens``, ``labels`` and ``real``, as ``mean_over_labels`` has them; all begin with the same token.
+        Texts have only ``tokens``, ``labels`` and ``real``, as ``mean_over_labels`` requires. All begin with the same
+        token.
         """
         given = {
             "y": torch.randint(OUTPUTS, (count,), generator=generator),
             "target": torch.randn(count, OUTPUTS, generator=generator),
         }
         if self.recipe.inputs == "features":
-            # Samples of unlike length have unlike gradients: a wrong share of them shows.
+            # Samples of different norms have different gradients, so that a wrong weighting of samples shows.
             loudness = torch.randn(count, 1, generator=generator).exp()
             return {**given, "x": loudness * torch.randn(count, FEATURES, generator=generator)}
         if self.recipe.inputs == "images":
@@ -121,7 +122,7 @@ class Generated(Plain):
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         if self.recipe.returns == "nested":
             (hidden,) = outputs["rest"]
-            # A loss that autocast takes in float32: in float16 the scaled gradient of a plain mean is out of range.
+            # Autocast computes mse_loss in float32. In float16 the scaled gradient of a plain mean is out of range.
             beside = nn.functional.mse_loss(hidden, torch.zeros_like(hidden))
             return _LOSSES[self.recipe.loss](outputs["logits"], batch) + 0.1 * beside
         return _LOSSES[self.recipe.loss](outputs, batch)
@@ -160,7 +161,7 @@ def _blocks(layers: tuple[str, ...]) -> int:
 
 
 class _Model(nn.Module):
-    """Input layer, layers, mean over tokens or pixels where the loss has one term a sample, head."""
+    """Input layer, layers, mean over tokens or pixels if the loss has one term per sample, head."""
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
@@ -177,7 +178,7 @@ class _Model(nn.Module):
             layer = LAYERS[kind](width, int(size) if size else width)
             width = int(size) if size else width
             if isinstance(layer, _Dropout):
-                layer.masks.layer = len(layers)  # each draws masks of its own
+                layer.masks.layer = len(layers)  # so that each layer has different masks
             layers.append(layer)
         self.layers = nn.ModuleList(layers)
         outputs = VOCABULARY if recipe.inputs == TEXT else OUTPUTS
@@ -191,7 +192,7 @@ class _Model(nn.Module):
     def forward(self, batch: Batch) -> Any:
         x = self.first(batch["x"] if "x" in batch else batch["tokens"][:, :-1])
         if x.dim() == 4:
-            x = x.flatten(2).transpose(1, 2)  # pixels, as tokens: the channels come last
+            x = x.flatten(2).transpose(1, 2)  # pixels as tokens, channels last
         frozen = self.has_thawed and self.weights_seen(self.head.bias) <= 1
         for layer in self.layers:
             if isinstance(layer, _Dropout):
@@ -213,7 +214,7 @@ class _Residual(nn.Module):
 
 
 class _Tied(nn.Module):
-    """One weight, used twice, the second time transposed."""
+    """Applies one weight twice, the second time transposed."""
 
     def __init__(self, width: int, _: int) -> None:
         super().__init__()
@@ -235,7 +236,7 @@ class _Unused(nn.Module):
 
 
 class _WeightsSeen(nn.Module):
-    """Counts the weights that a model is trained at; forwards at the same weights, of micro-batches, count once."""
+    """Counts the distinct weights that a model is trained at. Several micro-batches at the same weights count once."""
 
     seen: Tensor
     latest: Tensor
@@ -247,7 +248,7 @@ class _WeightsSeen(nn.Module):
 
     @torch.no_grad()
     def forward(self, bias: Tensor) -> int:
-        """Return the count; every step changes ``bias``."""
+        """Return the count. ``bias`` must change at every step."""
         if self.training:
             self.seen += (bias != self.latest).any()
             self.latest.copy_(bias)
@@ -255,7 +256,7 @@ class _WeightsSeen(nn.Module):
 
 
 class _Thawed(nn.Module):
-    """A layer that has no gradient at the first weights of a training, and one at those that follow."""
+    """A layer that gets no gradient until the weights have changed once, and gets one afterwards."""
 
     def __init__(self, width: int, _: int) -> None:
         super().__init__()
@@ -270,7 +271,7 @@ class _Thawed(nn.Module):
 
 
 class _Mixture(nn.Module):
-    """Experts beside the layer's input; a router chooses those that a sample, or a token, uses."""
+    """A residual mixture of experts: a router chooses the experts of each sample or token."""
 
     def __init__(self, width: int, _: int) -> None:
         super().__init__()
@@ -283,7 +284,7 @@ class _Mixture(nn.Module):
 
 
 class _Attention(nn.Module):
-    """Attention among the tokens of a sample; of a sample without tokens, a linear layer."""
+    """Attention over the tokens of a sample. For samples without tokens, ``value + query * key``."""
 
     def __init__(self, width: int, _: int) -> None:
         super().__init__()
@@ -297,7 +298,7 @@ class _Attention(nn.Module):
 
 
 class _Dropout(nn.Module):
-    """Drops half of the units of each sample; which ones follows from the sample and the layer's place."""
+    """Drops half of the units of each sample, chosen by the sample's id and the layer's position."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -308,7 +309,7 @@ class _Dropout(nn.Module):
 
 
 class _BatchNorm(nn.Module):
-    """Statistics over samples, and tokens where there are any."""
+    """BatchNorm with statistics over samples, and over tokens if there are any."""
 
     def __init__(self, width: int, _: int) -> None:
         super().__init__()
@@ -333,7 +334,7 @@ LAYERS: dict[str, Callable[[int, int], nn.Module]] = {
     "thawed": _Thawed,
     "experts": _Mixture,
 }
-"""Layers by name, each made of the width of its inputs and of its outputs; all but ``linear`` keep the width."""
+"""Layer factories by name, called with the input and output widths. All layers but ``linear`` keep the width."""
 
 
 def _token_mean(outputs: Tensor, batch: Batch) -> Tensor:

@@ -1,4 +1,4 @@
-"""Parameters that are frozen, with or without adapters; unused, unused in some steps or on some ranks; or thawed."""
+"""Parameters that are frozen, with or without adapters; unused, always or in some steps or on some ranks; or thawed."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class _PartlyFrozen(nn.Module):
 
 
 class Frozen(Mlp):
-    """A three-layer perceptron whose middle is frozen; gradients flow through it to a bias that is trained.
+    """A three-layer perceptron whose middle is frozen. Gradients flow through it to the first layer's trainable bias.
 
-    The optimizer gets all parameters, and its decay would move any that has a gradient, even one of zero.
+    The optimizer gets all parameters. Its weight decay would move any frozen one that has a gradient, even zero.
     """
 
     name = "frozen"
@@ -41,7 +41,7 @@ RANK = 4
 
 
 class Adapted(nn.Module):
-    """A frozen layer ``base`` plus ``up`` after ``down``, a trainable product of rank ``RANK`` that begins as zero.
+    """A frozen layer ``base`` plus a trainable product of rank ``RANK``, ``up`` after ``down``, initially zero.
 
     https://arxiv.org/abs/2106.09685
     """
@@ -70,7 +70,7 @@ class _WithAdapters(nn.Module):
 class Adapter(Mlp):
     """A frozen three-layer perceptron with low-rank adapters, two of which share a factor.
 
-    The optimizer gets all parameters, and its decay would move any frozen one that has a gradient, even one of zero.
+    The optimizer gets all parameters. Its weight decay would move any frozen one that has a gradient, even zero.
     """
 
     name = "adapter"
@@ -86,14 +86,14 @@ class Adapter(Mlp):
 
 
 class Branching(nn.Module):
-    """A perceptron with a layer, ``extra``, for ``hard`` samples only: a batch without any leaves it unused."""
+    """A perceptron with a layer, ``extra``, for ``hard`` samples only. A batch without hard samples does not use it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.extra, self.last = nn.Linear(16, 32), nn.Linear(16, 32), nn.Linear(32, 8)
 
     def configure_blocks(self) -> list[nn.Module]:
-        """Return the layers that every batch goes through: a pipeline is cut only between these."""
+        """Return the layers that every batch uses. A pipeline is split only between them."""
         return [self.first, self.last]
 
     def forward(self, batch: Batch) -> Tensor:
@@ -129,8 +129,9 @@ class UnusedParameters(Mlp):
 class UnusedAtTheEnd(UnusedParameters):
     """A perceptron with a branch that every sample takes, except in the last step.
 
-    DistributedDataParallel without ``find_unused_parameters`` leaves a whole bucket unreduced then, and raises at the
-    next forward (https://github.com/pytorch/pytorch/issues/128949). Here there is none: one epoch, in order.
+    DistributedDataParallel without ``find_unused_parameters`` then leaves a whole bucket unreduced, and raises at the
+    next forward (https://github.com/pytorch/pytorch/issues/128949). Here no forward follows: there is one epoch, in
+    order.
     """
 
     name = "unused-at-the-end"
@@ -147,9 +148,10 @@ class UnusedAtTheEnd(UnusedParameters):
 
 
 class _ThawsLater(nn.Module):
-    """Counts the weights that it is trained at; ``late`` is used without a gradient at the first ``frozen_for``.
+    """A perceptron whose layer ``late`` gets no gradient at the first ``frozen_for`` weights that it is trained at.
 
-    Forwards at the same weights, as those of micro-batches, count once: ``latest`` is the bias of the last forward.
+    ``seen`` counts distinct weights. Several forwards at the same weights, as with micro-batches, count once:
+    ``latest`` is the bias at the last forward.
     """
 
     seen: Tensor
@@ -176,9 +178,9 @@ class _ThawsLater(nn.Module):
 
 
 class Thawed(Mlp):
-    """A three-layer perceptron whose middle layer has no gradient in the first epoch, and one in the second.
+    """A three-layer perceptron whose middle layer gets no gradient in the first epoch, and gets one in the second.
 
-    It requires gradients all the time; the optimizer's decay would move it as soon as it is handed one, be it zero.
+    Its parameters always have ``requires_grad``. The optimizer's decay would move them if they got a gradient of zero.
     """
 
     name = "thawed"

@@ -1,4 +1,4 @@
-"""Problems that are trained to measure speed and memory, by name in ``PERFORMANCE``."""
+"""Problems that are trained to measure speed and memory. ``PERFORMANCE`` maps their names to them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from plumbline.workloads.performance_workload import PerformanceWorkload, Proble
 
 
 class SmallSteps(PerformanceWorkload):
-    """A perceptron of 19 thousand parameters and few samples: at most a millisecond of arithmetic anywhere."""
+    """A perceptron of 19 thousand parameters and few samples: at most a millisecond of arithmetic per step anywhere."""
 
     name = "perf-mlp"
     dominated_by = "overhead: the arithmetic of a step takes less than the calls that ask for it"
@@ -60,7 +60,7 @@ class ResidualBlock(nn.Module):
 
 
 class _ResNet(nn.Module):
-    """Three stages, each of half the resolution and twice the width of the one before."""
+    """Three stages, each with half the resolution and twice the width of the previous one."""
 
     def __init__(self, width: int, blocks: int, image: int) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class ResNet(PerformanceWorkload):
 
 
 class ResNetStrong(ResNet):
-    """The same with a batch that does not grow with the number of devices."""
+    """``ResNet`` with a global batch that does not grow with the number of devices."""
 
     name = "perf-resnet-strong"
     strong = True

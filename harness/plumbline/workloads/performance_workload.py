@@ -1,4 +1,4 @@
-"""The base class of workloads that are measured: a size for each accelerator, and small data."""
+"""The base class of performance workloads, which have a size for each accelerator and little data."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from plumbline.workloads.dataset import Batch, Columns, Sample
 from plumbline.workloads.workload import Workload
 
 DISTINCT = 64
-"""Samples that are drawn; the dataset repeats them under new ids, so that a large one needs little memory."""
+"""Number of samples drawn. The dataset repeats them with new ids, so that a large dataset needs little memory."""
 
 FEWEST_STEPS = 3
-"""The fewest steps of a round, however many simulated devices share the cores: only its first follows a boundary."""
+"""Minimum number of steps per round, however many simulated devices share the cores, because all ranks wait for each
+other before a round's first step."""
 
 MOST_PROFILED = 8
-"""The most steps under torch's profiler, which records each call of each of them."""
+"""Maximum number of steps under torch's profiler, which records every call of every step."""
 
 
 @dataclass(frozen=True)
 class Extent:
-    """The length of one launch in optimizer steps: ``warmup``, then ``rounds`` of ``steps`` each that are timed.
+    """The length of one launch in optimizer steps: ``warmup`` steps, then ``rounds`` timed rounds of ``steps`` each.
 
-    Then come a step in which tensors are counted, and a few in which collectives are profiled.
+    Then follow one step in which tensors are counted, and a few in which collectives are profiled.
     """
 
     warmup: int
@@ -46,7 +47,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class ProblemSize:
-    """How large a workload is on one accelerator: the model's arguments, samples a device, and steps a round."""
+    """The size of a workload on one accelerator: the model's arguments, samples per device, and steps per round."""
 
     model: dict[str, int]
     batch: int
@@ -55,7 +56,7 @@ class ProblemSize:
 
 
 class Repeated(Columns):
-    """``count`` samples made of fewer: sample ``i`` is one of them by ``i`` modulo their number, with its own index."""
+    """``count`` samples that repeat fewer distinct ones cyclically, each with its own index."""
 
     def __init__(self, columns: Batch, count: int) -> None:
         super().__init__(columns)
@@ -78,12 +79,12 @@ class Repeated(Columns):
 
 
 class PerformanceWorkload(Workload):
-    """A problem that is trained for its speed. ``dominated_by`` says what takes most of a step's time, and why.
+    """A problem that is trained to measure speed. ``dominated_by`` says what takes most of a step's time, and why.
 
-    ``sizes`` has a size for ``cpu``, and for ``cuda`` one that every other accelerator shares. A ``strong``
-    workload keeps the total batch of eight devices on any number of them; others keep each device's. Each launch times
-    ``rounds`` rounds. ``backends`` and ``precisions`` limit those that are planned (None: all), ``on_nodes`` names the
-    backends on several nodes.
+    ``sizes`` has a size for ``cpu`` and one for ``cuda``, which all other accelerators share. A ``strong`` workload has
+    the global batch of eight devices on any number of devices (strong scaling); the others have a fixed batch per
+    device. Each launch times ``rounds`` rounds. ``backends`` (None: all) and ``precisions`` limit the planned cells;
+    ``on_nodes`` names the backends that run on several nodes.
     """
 
     exposes = "speed and memory; what it computes is not judged"
@@ -107,9 +108,10 @@ class PerformanceWorkload(Workload):
         return other
 
     def extent(self, devices: int) -> Extent:
-        """Return how long a launch on this many devices trains.
+        """Return the steps of a launch on this many devices.
 
-        Simulated devices share the cores of one machine, so there a round keeps its samples rather than its steps.
+        Simulated devices share the cores of one machine. A round there has about the same number of samples on any
+        number of devices, and so fewer steps on more devices.
         """
         steps = self.size.steps if self.accelerator != "cpu" else max(FEWEST_STEPS, self.size.steps // devices)
         return Extent(self.size.warmup, self.rounds, steps)

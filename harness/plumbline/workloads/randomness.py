@@ -1,4 +1,4 @@
-"""Dropout: masks that follow from the samples' ids, and masks that are drawn from torch's generator."""
+"""Dropout with masks that depend only on the samples' ids, and with masks drawn from torch's generator."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ BITS = 32
 
 
 class KeyedDropout(nn.Module):
-    """Drops half of the units of each sample, chosen by the sample's id, ``layer`` and the unit.
+    """Drops half of the units of each sample, chosen by a hash of the sample's id, ``layer`` and the unit.
 
-    ``layer`` is a different number for each layer of a model.
+    Each layer of a model must have a different number ``layer``.
     """
 
     def __init__(self, layer: int) -> None:
@@ -35,7 +35,7 @@ class KeyedDropout(nn.Module):
 def scramble(key: Tensor) -> Tensor:
     """Return a hash of each integer, 0 to 2³²-1.
 
-    The constant is C. Wellons', https://github.com/skeeto/hash-prospector: no product leaves an int64.
+    The constant is C. Wellons', https://github.com/skeeto/hash-prospector. No product exceeds an int64.
     """
     for _ in range(2):
         key = ((key ^ (key >> 16)) * 0x45D9F3B) & (2**BITS - 1)
@@ -45,8 +45,8 @@ def scramble(key: Tensor) -> Tensor:
 class DropoutMasks(nn.Module):
     """Draws the mask of a dropout layer that keeps half of its units, independently for each unit of each sample.
 
-    A forward hook sees what was drawn. If the batch has a column called ``draws``, with a row for each sample, that is
-    the mask and nothing is drawn.
+    A forward hook can record the mask. If the batch has a column named ``draws``, with a row for each sample, that
+    column is the mask and nothing is drawn.
     """
 
     def __init__(self, draws: str) -> None:
@@ -59,12 +59,12 @@ class DropoutMasks(nn.Module):
             return batch[self.draws]
         if not self.training:
             return torch.ones_like(like)
-        # In float32 whatever the precision, so that one seed gives one mask.
+        # In float32 at every precision, so that a seed always gives the same mask.
         return 2 * (torch.rand(like.shape, device=like.device, dtype=torch.float32) < 0.5).to(like.dtype)
 
 
 class DrawnDropout(nn.Module):
-    """Drops half of the units of each sample, at random; ``draws`` names the masks, another name for each layer."""
+    """Drops half of the units of each sample at random. ``draws`` names the masks and must differ between layers."""
 
     def __init__(self, draws: str) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Dropout(Mlp):
 
 
 UNITS = 64
-"""So many coins a sample and a layer that two samples have the same ones by accident once in 2⁶⁴ pairs."""
+"""Units of a layer. With 64, two samples have the same mask by chance once in 2⁶⁴ pairs."""
 
 
 class _WithDrawnDropout(nn.Module):

@@ -1,4 +1,4 @@
-"""Tensors that are not one dense leaf: sparse gradients, nested outputs, and tied weights."""
+"""Sparse gradients, nested outputs, and tied weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Bag(nn.Module):
 
 
 class EmbeddingSparse(Plain):
-    """Classifies bags of words; the embedding's gradient is sparse, and ranks have few rows in common."""
+    """Classifies bags of words. The embedding's gradient is sparse, and ranks have few rows in common."""
 
     name = "embedding-sparse"
     exposes = "sparse gradients that are summed, overwritten or left out where dense ones are averaged"
@@ -36,7 +36,7 @@ class EmbeddingSparse(Plain):
     narrow = True
 
     def columns(self, count: int, generator: torch.Generator) -> Batch:
-        """Return ``words`` (4,), the frequent ones first in the vocabulary, and the class ``y``."""
+        """Return ``words`` (4,), lower numbers being more frequent, and the class ``y``."""
         rare = torch.rand(count, WORDS, generator=generator) ** 2
         return {"words": (ROWS * rare).long(), "y": torch.randint(6, (count,), generator=generator)}
 
@@ -53,9 +53,9 @@ class _Several(nn.Module):
 
 
 class NestedOutputs(Mlp):
-    """The perceptron with a second head and a penalty on its weights, which the model returns as a 0-d tensor.
+    """The perceptron with a second head and a weight penalty, which the model returns as a 0-d tensor.
 
-    Gathered from several devices, the penalty is a vector with an entry for each device, and the loss takes its mean.
+    Gathered from several devices, the penalty is a vector with one entry per device, and the loss takes its mean.
     """
 
     name = "nested-outputs"
@@ -68,7 +68,7 @@ class NestedOutputs(Mlp):
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         hidden, (aside, length) = outputs["rest"]
-        # Losses that autocast takes in float32: in float16 the scaled gradient of a plain mean is out of range.
+        # Autocast computes mse_loss in float32. In float16 the scaled gradient of a plain mean is out of range.
         small = sum(nn.functional.mse_loss(output, torch.zeros_like(output)) for output in (hidden, aside))
         return nn.functional.cross_entropy(outputs["logits"], batch["y"]) + 0.1 * small + 0.5 * length.mean()
 
@@ -80,7 +80,7 @@ HEADS = 2
 
 
 class _Attention(nn.Module):
-    """Queries, keys and values have a layer each: the keys' bias then has a gradient of its own, which is zero."""
+    """Attention with separate layers for queries, keys and values. The gradient of the keys' bias is therefore zero."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class _Transformer(nn.Module):
 
 
 class Transformer(Plain):
-    """Next-token prediction by one pre-norm block (Radford et al. 2019), all samples equally long."""
+    """Next-token prediction by one pre-norm block (Radford et al. 2019) on samples of equal length."""
 
     name = "transformer"
     exposes = "tied weights counted twice, averaged twice or untied; a gradient that is zero by construction accused"
@@ -138,7 +138,7 @@ class Transformer(Plain):
 
 
 class ClippingTied(Transformer):
-    """The transformer with gradients clipped to a norm that only those of the first steps exceed."""
+    """The transformer with gradients clipped to a norm that only the gradients of the first steps exceed."""
 
     name = "clipping-tied"
     exposes = "a norm that counts tied weights twice, or is that of a part of the model; steps clipped that are short"

@@ -1,4 +1,4 @@
-"""What happens between a gradient and the weights: optimizers, clipping, schedules, and overflows in float16."""
+"""From gradients to weights: optimizers, clipping, learning-rate schedules, and overflows in float16."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Normalised(Perceptron):
 
 
 class AdamW(Mlp):
-    """The perceptron with LayerNorm and AdamW; two groups with a rate and a decay of their own."""
+    """The perceptron with LayerNorm and AdamW, whose two groups differ in learning rate and weight decay."""
 
     name = "adamw"
     exposes = "parameter groups merged or reordered, decay where none is meant, moments that are lost"
@@ -47,11 +47,11 @@ class AdamW(Mlp):
 
 
 TRUNK = 2
-"""The first layer's weight and bias; the rest is the head."""
+"""Number of parameters of the first layer: weight and bias. The others belong to the head."""
 
 
 class SeveralOptimizers(Mlp):
-    """The perceptron, with SGD for its first layer and Adam for its second; both step after the same loss."""
+    """The perceptron with SGD for its first layer and Adam for its second. Both step after the same backward pass."""
 
     name = "several-optimizers"
     exposes = "one of two optimizers that never steps, is not zeroed, or steps what is the other's"
@@ -69,7 +69,7 @@ class SeveralOptimizers(Mlp):
 
 
 class Clipping(Mlp):
-    """The perceptron with gradients clipped to a fraction of their length; plain SGD."""
+    """The perceptron with gradients clipped to a fraction of their norm and plain SGD."""
 
     name = "clipping"
     exposes = "clipping left out, after the step, before unscaling, before averaging, tensor by tensor, by value"
@@ -82,7 +82,7 @@ class Clipping(Mlp):
 
 
 class ClippingAdamW(Mlp):
-    """The perceptron, clipped at every step and stepped by AdamW."""
+    """The perceptron with gradients clipped at every step and AdamW."""
 
     name = "clipping-adamw"
     exposes = "wrong clipping that AdamW's indifference to scale would hide in the weights"
@@ -94,7 +94,7 @@ class ClippingAdamW(Mlp):
 
 
 class ScheduledRate(Mlp):
-    """The perceptron with momentum, a warm-up and a decay by optimizer step."""
+    """The perceptron with momentum and a learning rate that warms up and decays by optimizer step."""
 
     name = "schedule"
     exposes = "a schedule that is stepped once an epoch, twice, before the step, once a rank, or not at all"
@@ -106,7 +106,7 @@ class ScheduledRate(Mlp):
 
 
 class ScheduleWindows(ScheduledRate):
-    """The schedule with windows of two, two and one micro-batches."""
+    """``ScheduledRate`` with windows of two, two and one micro-batches."""
 
     name = "schedule-windows"
     exposes = "a schedule stepped for every micro-batch: the rate decays a window's length too fast"
@@ -118,7 +118,7 @@ class ScheduleWindows(ScheduledRate):
 
 
 class Muon(Mlp):
-    """A perceptron of matrices alone, stepped by Muon, which orthogonalizes each update in bfloat16."""
+    """A perceptron without biases, trained with Muon, which orthogonalizes each update in bfloat16."""
 
     name = "muon"
     exposes = "matrices orthogonalized shard by shard; updates accused that differ by the order of bfloat16 sums"
@@ -143,16 +143,16 @@ class _Amplifying(nn.Module):
         self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 8, bias=False)
 
     def forward(self, batch: Batch) -> Tensor:
-        # The power of two goes out and in again, exactly; on the way back the gradient between is as much larger.
+        # Dividing and multiplying by a power of two is exact, but makes the gradient in between larger by that factor.
         gain = batch["gain"][:, None]
         return self.last(self.first(batch["x"]).tanh() / gain) * gain
 
 
 class Overflow(Mlp):
-    """The perceptron with one sample per epoch whose gradient between two layers is 4096 × as large as the others'.
+    """The perceptron with one sample per epoch whose gradient between two layers is 4096 times that of the others.
 
-    Scaled by 2⁹ to 2¹⁶ or more it exceeds float16; for float32, bfloat16 and float64 it is ordinary. Samples come in
-    order, so the second of an epoch's three steps overflows, on the rank that has the sample.
+    Loss scales from 2⁹ to 2¹⁶ or more make it exceed float16's range; in float32, bfloat16 and float64 it fits. Samples
+    come in order, so the second of an epoch's three steps overflows, on the rank that has the sample.
     """
 
     name = "overflow"
@@ -170,7 +170,7 @@ class Overflow(Mlp):
 
 
 class OverflowSchedule(Overflow, ScheduledRate):
-    """Planned overflows with momentum and a learning rate that is another one after every step taken."""
+    """Planned overflows with momentum and a learning rate that changes after every step taken."""
 
     name = "overflow-schedule"
     exposes = "a schedule, or a momentum, that goes on at a step which was skipped"

@@ -14,28 +14,28 @@ from plumbline.workloads.dataset import Batch, Columns
 class Workload:
     """One training problem: model, data, loss, optimizer, hyper-parameters and seed.
 
-    A workload is a subclass. Everything in it is deterministic: each call gives the same weights and the same data. The
-    loss of one step's samples on one device is what a trainer has to reproduce, or what its backend makes of it.
+    A workload is an instance of a subclass. It is deterministic: each call gives the same weights and the same data. A
+    trainer must reproduce the loss of a step's samples on one device, as its backend defines it.
     """
 
     name: ClassVar[str]
-    exposes: ClassVar[str]  # which mistakes it is there for, as a phrase
+    exposes: ClassVar[str]  # the mistakes that it exposes, as a phrase
     needs: ClassVar[frozenset[str]] = frozenset()  # capabilities that a subject must declare
     exact: ClassVar[bool] = False  # every sum is exact in float32 in any order, if all divisors are powers of two
-    narrow: ClassVar[bool] = False  # a few topologies, and ``precisions``, suffice for its mistakes
+    narrow: ClassVar[bool] = False  # a few topologies, and ``precisions``, suffice to expose its mistakes
     precisions: ClassVar[tuple[str, ...]] = ("32", "16")
-    gloo_only: ClassVar[str | None] = None  # what only gloo can do to average its gradients
-    needs_epochs: ClassVar[str | None] = None  # what cannot be asked of a trainer that knows no epochs
+    gloo_only: ClassVar[str | None] = None  # the operation on its gradients that only gloo supports
+    needs_epochs: ClassVar[str | None] = None  # why a trainer without epochs cannot train it
     blocks: ClassVar[int | None] = None  # modules that can be computed in sequence, each on its own device, if known
     whole_layers: ClassVar[str | None] = None  # why a layer must not be divided among devices
-    experts: ClassVar[int] = 0  # in its model
-    heads: ClassVar[int] = 0  # of each attention in its model
-    needs_torch: ClassVar[tuple[int, int]] = (0, 0)  # the first release that has its optimizer
-    sequence: ClassVar[int] = 0  # tokens of a sample, along dim 1 of all activations, if there is such a dimension
+    experts: ClassVar[int] = 0  # number of experts in its model
+    heads: ClassVar[int] = 0  # number of heads of each attention layer in its model
+    needs_torch: ClassVar[tuple[int, int]] = (0, 0)  # the first torch release that has its optimizer
+    sequence: ClassVar[int] = 0  # tokens of a sample, along dim 1 of all activations; 0: no such dimension
     couples_stages: ClassVar[bool] = False  # stages must agree on a norm, a tied weight, random numbers or a checkpoint
     mean_over_labels: ClassVar[bool] = False  # the loss: mean cross entropy of ``tokens`` over ``labels``, without -100
-    adapters: ClassVar[bool] = False  # its model has ``Adapted`` layers, and nothing else that is trained
-    unused_parameters: ClassVar[bool] = False  # a step may leave parameters unused, everywhere or on some ranks
+    adapters: ClassVar[bool] = False  # its model has ``Adapted`` layers, whose adapters alone are trained
+    unused_parameters: ClassVar[bool] = False  # a step can leave parameters unused, on all or on some ranks
 
     batch_size: ClassVar[int] = 24
     steps_per_epoch: ClassVar[int] = 3
@@ -45,21 +45,21 @@ class Workload:
     clip_norm: ClassVar[float | None] = None
     validate_every: ClassVar[int | None] = None  # training batches
     interrupt_after: ClassVar[int | None] = None  # optimizer steps, after which new processes resume the training
-    elastic: ClassVar[bool] = False  # a different number of processes resumes it
+    elastic: ClassVar[bool] = False  # whether a different number of processes resumes it
     shuffle: ClassVar[bool] = True
     seed: int = 1234
-    locator: str | None = None  # where any process can load a workload of the user's own from
+    locator: str | None = None  # where any process can load the user's own workload from
 
     def on(self, accelerator: str) -> Workload:
-        """Return the workload for that accelerator; only performance workloads differ."""
+        """Return the workload for ``accelerator``; only performance workloads depend on it."""
         return self
 
     def build(self) -> nn.Module:
-        """Return a new model; ``forward(batch)`` has the batch in dim 0. Called under a fixed seed."""
+        """Return a new model. ``forward(batch)`` returns tensors with the batch in dim 0. Called with a fixed seed."""
         raise NotImplementedError
 
     def columns(self, count: int, generator: torch.Generator) -> Batch:
-        """Return ``count`` samples, drawn with ``generator``, one tensor a column."""
+        """Return ``count`` samples, drawn with ``generator``, as one tensor per column."""
         raise NotImplementedError
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
@@ -71,7 +71,7 @@ class Workload:
         return torch.optim.SGD(params, lr=0.1)
 
     def optimizers(self, params: Iterable[Any]) -> list[torch.optim.Optimizer]:
-        """Return the workload's optimizers over ``params`` in the model's order, by default one."""
+        """Return the workload's optimizers, by default one. ``params`` are in the model's order."""
         return [self.optimizer(params)]
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler | None:
@@ -79,7 +79,7 @@ class Workload:
         return None
 
     def global_batch_size(self, devices: int) -> int:
-        """Return the samples of one step over all devices: the least sufficient multiple of their number."""
+        """Return the batch size over all devices: ``batch_size`` rounded up to a multiple of ``devices``."""
         return -(-self.batch_size // devices) * devices
 
     def steps(self, devices: int) -> int:
@@ -87,13 +87,13 @@ class Workload:
         return self.max_steps or self.epochs * -(-self.steps_per_epoch // self.accumulate)
 
     def samples(self, devices: int) -> int:
-        """Return the samples of an epoch, by default whole batches."""
+        """Return the number of samples of an epoch, by default whole batches."""
         return self.steps_per_epoch * self.global_batch_size(devices)
 
     def model(self, dtype: torch.dtype = torch.float32) -> nn.Module:
-        """Return a new model on the CPU, with the same weights at every call, whatever the global RNG."""
+        """Return a new model on the CPU, with the same weights at every call, whatever the state of the global RNG."""
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(self.seed)  # the cpu's alone: no device is touched
+            torch.default_generator.manual_seed(self.seed)  # the CPU's only: no device is initialised
             return self.build().to(dtype)
 
     def dataset(self, devices: int, dtype: torch.dtype = torch.float32) -> Columns:
@@ -101,7 +101,7 @@ class Workload:
         return self._draw(self.samples(devices), self.seed + 1, dtype)
 
     def val_dataset(self, devices: int, dtype: torch.dtype = torch.float32) -> Columns:
-        """Return held-out data, of a size that leaves unequal shards."""
+        """Return held-out data, of a size that gives unequal shards."""
         return self._draw(self.global_batch_size(devices) + 5, self.seed + 2, dtype)
 
     def _draw(self, count: int, seed: int, dtype: torch.dtype) -> Columns:

@@ -1,1 +1,1 @@
-"""Callbacks of training libraries that check the training which they are given to."""
+"""Callbacks for training libraries, which check the training that they are passed to."""

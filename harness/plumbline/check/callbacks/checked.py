@@ -1,4 +1,4 @@
-"""A training function that is checked whenever it is called, whatever starts it: Ray Train, Accelerate, a spawn."""
+"""Checks a training function on every call, whatever launches it: Ray Train, Accelerate or a spawn."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ R = TypeVar("R")
 
 
 class Checked(Generic[P, R]):
-    """A function whose calls are checked; ``verdict`` is that of the last call in this process, on rank 0."""
+    """A function whose calls are checked. On rank 0, ``verdict`` is the verdict on the last call in this process."""
 
     def __init__(self, train: Callable[P, R], options: dict[str, Any]) -> None:
         functools.update_wrapper(self, train)
@@ -31,7 +31,7 @@ class Checked(Generic[P, R]):
             return self._train(*args, **kwargs)
 
     def __reduce__(self) -> Any:
-        """Pickle by name where this object has replaced its function, as a decorator does: so it can be spawned."""
+        """Pickle by name if this object has replaced its function, as a decorator does, so that it can be spawned."""
         module, name = self._train.__module__, self._train.__qualname__
         if _named(module, name) is self:
             return _named, (module, name)
@@ -47,15 +47,16 @@ def checked(**options: Any) -> Callable[[Callable[P, R]], Checked[P, R]]: ...
 
 
 def checked(train: Any = None, /, **options: Any) -> Any:
-    """Return a training function that records its first steps; rank 0 judges them at its end, and prints the verdict.
+    """Return a training function that records its first steps. At its end, rank 0 judges them and prints the verdict.
 
-    It is a decorator, with or without options, or called where the function is handed on::
+    Use it as a decorator, with or without options, or call it where the function is passed on::
 
         TorchTrainer(plumbline.checked(train), …).fit()
         accelerate.notebook_launcher(plumbline.checked(steps=8)(train), num_processes=2)
 
-    ``options`` are those of ``ToldVerdict``: ``steps``, ``after``, ``objective``, ``folder`` and ``stop_when_wrong``,
-    with which a call whose training is wrong raises ``WrongTrainingError`` on rank 0.
+    ``options`` are the arguments of ``ToldVerdict``: ``steps``, ``after``, ``objective``, ``folder`` and
+    ``stop_when_wrong``. With ``stop_when_wrong``, a call whose training is wrong raises ``WrongTrainingError`` on rank
+    0.
     """
     return functools.partial(Checked, options=options) if train is None else Checked(train, options)
 
@@ -63,5 +64,5 @@ def checked(train: Any = None, /, **options: Any) -> Any:
 def _named(module: str, name: str) -> Any:
     try:
         return functools.reduce(getattr, name.split("."), importlib.import_module(module))
-    except (ImportError, AttributeError):  # made inside of a function
+    except (ImportError, AttributeError):  # defined inside a function
         return None

@@ -1,4 +1,4 @@
-"""What all callbacks do: attach, and tell the verdict as soon as the steps are recorded."""
+"""The base of all callbacks: attaches to a training, and prints the verdict as soon as the steps are recorded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from plumbline.check.training_verdict import TrainingVerdict
 from plumbline.check.verdict.verdict import Answer
 
 LONGEST_WAIT_S = 60.0
-"""How long rank 0 waits for the others, which go on training: communication libraries end those that wait longer."""
+"""Seconds that rank 0 waits for the other ranks. They go on training, and communication libraries abort ranks that wait
+longer."""
 
 
 class WrongTrainingError(Exception):
@@ -18,10 +19,11 @@ class WrongTrainingError(Exception):
 
 
 class ToldVerdict:
-    """Records the first ``steps`` steps after ``after``. Rank 0 judges them, and prints the verdict to standard error.
+    """Records ``steps`` steps after the first ``after``. Rank 0 judges them, and prints the verdict to standard error.
 
-    ``stop_when_wrong``: rank 0 then raises ``WrongTrainingError``, so that its launcher ends all ranks. ``objective``
-    and ``folder`` are those of ``plumbline.attach``. ``verdict`` is None until it is known, and on other ranks.
+    ``stop_when_wrong``: if the training is wrong, rank 0 then raises ``WrongTrainingError``, so that its launcher ends
+    all ranks. ``objective`` and ``folder`` are arguments of ``plumbline.attach``. ``verdict`` is None until it is
+    known, and stays None on other ranks.
     """
 
     def __init__(
@@ -46,7 +48,7 @@ class ToldVerdict:
         self._end(has_failed=error is not None)
 
     def _begin(self) -> None:
-        if self._attached is not None:  # a training before this one has raised
+        if self._attached is not None:  # an earlier training raised an error
             self._attached.close()
         self._attached = attach(**self._options)
 
@@ -68,7 +70,7 @@ class ToldVerdict:
     def _tell(self, attached: Attachment) -> None:
         try:
             self.verdict = attached.verdict(wait=LONGEST_WAIT_S)
-        except Exception as error:  # it is no reason to end the training
+        except Exception as error:  # an error of the check must not end the training
             print(f"plumbline: the training could not be judged: {type(error).__name__}: {error}", file=sys.stderr)
         else:
             print(self.verdict, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Running a user's command with recording on: its processes, how they ended, what prevented recording.
+"""Runs a user's command with recording on, and finds out how its processes ended and what prevented recording.
 
-Judging what was recorded does not belong here.
+The rules that judge a recording do not belong here.
 """

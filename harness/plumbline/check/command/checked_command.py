@@ -1,4 +1,4 @@
-"""Runs a user's command with recording on, and judges what its processes left."""
+"""Runs a user's command with recording on, and judges what its processes recorded."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ if TYPE_CHECKING:
     from plumbline.check.judge.script_checks import CheckedTraining
 
 ENVIRONMENT = "PLUMBLINE_CHECK"
-"""The variable that names the folder of a check; processes below the command inherit it."""
+"""Environment variable that names the folder of a check. The processes of the command inherit it."""
 
 START_FOLDER = Path(__file__).parents[1] / "path"
-"""The folder that is put on PYTHONPATH: each Python below the command runs its ``sitecustomize.py``, which installs the
-recorder."""
+"""Folder that is put on PYTHONPATH. Every Python process of the command runs its ``sitecustomize.py``, which installs
+the recorder."""
 
 LEAST_ROOM = 16 * 2**20
-"""Bytes that the temporary folder must have left: with less, evidence may be missing."""
+"""Bytes that must be free in the temporary folder. With less, evidence may be missing."""
 
 
 @dataclass(frozen=True)
 class JudgedWindow:
-    """Recorded steps of a training, from ``step`` on, that were judged while it ran: the answer and its reason."""
+    """Recorded steps of a training from ``step`` on, judged while it ran, with the answer and its reason."""
 
     step: int
     trainings: list[CheckedTraining]
@@ -59,19 +59,19 @@ class Judge(Protocol):
     judged: list[JudgedWindow]
 
     def look(self) -> None:
-        """Judge what is complete by now; raise ``EndOfCommand`` to end the command."""
+        """Judge the windows that are complete; raise ``EndOfCommand`` to end the command."""
 
 
 @dataclass(frozen=True)
 class CheckedCommand:
-    """A command, how it ended, and what was recorded below it and found.
+    """A command, how it ended, what its processes recorded, and what was found.
 
-    ``processes`` are in the order in which they ended, as far as that is known.
-    ``full_folder`` is the temporary folder if it had no room left when the command ended, None if it had.
+    ``processes`` are in the order in which they ended, as far as it is known.
+    ``full_folder`` is the temporary folder if it had no space left when the command ended, else None.
     ``has_lost_folder``: the command removed the folder for evidence.
     ``judging_s`` is the time that judging took after the command ended. ``windows`` were judged while it ran.
-    ``trainings`` are those of the first window, or of the first later one that is wrong.
-    ``settings`` are options that the project's file gave, as they are written there.
+    ``trainings`` are those of the first window that is wrong, or of the first window if none is wrong.
+    ``settings`` are options from the project's file, as they are written there.
     """
 
     command: tuple[str, ...]
@@ -88,7 +88,7 @@ class CheckedCommand:
 
     @property
     def shows_later_window(self) -> bool:
-        """Whether ``trainings`` are those of a window after the first one."""
+        """Whether ``trainings`` come from a window after the first one."""
         return any(one.trainings is self.trainings and one.step > self.options.after for one in self.windows)
 
 
@@ -98,10 +98,11 @@ def run_and_judge(
     time_limit: float | None = None,
     judge_in: Callable[[Path], Judge] | None = None,
 ) -> CheckedCommand:
-    """Run a command, record the first optimizer steps of every process below it, and judge them.
+    """Run a command, record the first optimizer steps of all its processes, and judge them.
 
-    Its output goes where this process's goes. After ``time_limit`` seconds it is ended, and what was recorded until
-    then is judged. ``judge_in`` returns what judges the windows in a folder meanwhile. Nothing is left in the folder.
+    The command uses this process's standard streams. After ``time_limit`` seconds it is ended, and what was recorded by
+    then is judged. ``judge_in`` is called with the evidence folder, and returns the judge of its windows. The folder is
+    removed at the end.
 
     Raises:
         CommandError: the command cannot be started, or there is no folder for evidence.
@@ -110,7 +111,7 @@ def run_and_judge(
     with _folder() as folder:
         write_options(folder, options)
         judge = None if judge_in is None else judge_in(folder)
-        # Importing torch takes a second or more: the command runs meanwhile. A judge has imported it.
+        # Importing torch takes a second or more, so it overlaps with the command. A judge has imported it already.
         loading = Thread(target=import_module, args=("plumbline.check.judge.script_checks",), daemon=True)
         loading.start()
         try:
@@ -119,7 +120,7 @@ def run_and_judge(
                 variables = environment(str(folder))
                 end = run_command(command, variables, ENVIRONMENT, watch, time_limit, leaves_nothing=ended)
         finally:
-            loading.join()  # or two threads import torch at the same time
+            loading.join()  # otherwise two threads would import torch at the same time
         lost = not folder.is_dir()
         full = folder.parent if not lost and shutil.disk_usage(folder).free < LEAST_ROOM else None
         from plumbline.check.judge.script_checks import judged_trainings, with_resplit
@@ -144,7 +145,7 @@ def _windows(judge: Judge) -> tuple[JudgedWindow, ...]:
 
 @dataclass(frozen=True)
 class RecordedCommand:
-    """A command that ran with recording on, and what it left; ``interrupted``: it ended because it was asked to."""
+    """A command that ran with recording on, and its trainings. ``interrupted``: a rank ended itself on request."""
 
     end: CommandEnd
     trainings: Sequence[RecordedTraining]
@@ -178,7 +179,7 @@ def _folder() -> Iterator[Path]:
             f"cannot create a temporary folder for the recording ({error.strerror or error}): set TMPDIR to a writable "
             "folder"
         ) from error
-    with termination_as_interrupt(), made as folder:  # also while what was recorded is judged
+    with termination_as_interrupt(), made as folder:  # also while the recording is judged
         yield Path(folder)
 
 
@@ -189,12 +190,12 @@ def environment(folder: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class PythonProcess:
-    """One process: its interpreter, its command line, and how far it came.
+    """A Python process of the command: its interpreter, its command line, and how far it got.
 
-    ``rank`` is what the launcher says, None without one. ``torch`` is the version that it imported, "" if none.
-    ``obstacle`` says why nothing could be recorded, "" if nothing prevented it. ``ended`` is False where it was killed,
+    ``rank`` is set by the launcher, None without one. ``torch`` is the version that it imported, "" if none.
+    ``obstacle`` says why nothing could be recorded, "" if nothing prevented it. ``ended`` is False if it was killed,
     and ``raised`` is the exception that ended it, "" if none did. ``optimizers``, ``passes`` and ``steps`` count what
-    the recorder met, and ``begun`` the optimizers that began a step; they are 0 where it was killed.
+    the recorder saw, and ``begun`` counts the optimizers that began a step; all of them are 0 if it was killed.
     """
 
     pid: int
@@ -212,7 +213,7 @@ class PythonProcess:
 
 
 def read_processes(folder: Path, ended: Sequence[int] = ()) -> list[PythonProcess]:
-    """Return the processes that began below a command, in the order in which they ``ended``, then by their ids."""
+    """Return a command's Python processes: first those in ``ended``, in this order, then the others by their ids."""
     files = {int(file.name.rpartition("-")[2]): file for file in folder.glob("process-*")}
     pids = [pid for pid in ended if pid in files]
     read = [_process(pid, _facts(files[pid])) for pid in (*pids, *sorted(files.keys() - set(pids)))]
@@ -230,7 +231,7 @@ def _facts(file: Path) -> Mapping[str, Any]:
 
 
 def _process(pid: int, facts: Mapping[str, Any]) -> PythonProcess | None:
-    if "python" not in facts:  # a forked process: it began as another one
+    if "python" not in facts:  # a forked process, which started no interpreter
         return None
     rank = str(facts.get("rank") or "")
     as_noted = ("torch", "ended", "raised", "optimizers", "passes", "steps", "begun")

@@ -1,4 +1,4 @@
-"""Refuses a command that cannot be checked before it is started, with the way out."""
+"""Refuses a command that cannot be checked, before it is started, and says what to do instead."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WITH_VALUE = "WXcm"
 def command_in(words: Sequence[str]) -> list[str]:
     """Return the command after the separator.
 
-    It raises ``PlanError`` if there is none, no separator, or a command that cannot be started or followed.
+    It raises ``PlanError`` if the separator or the command is missing, or if it cannot be started or recorded.
     """
     if not words or words[0] != SEPARATOR:
         example = " ".join(words) or "torchrun --nproc-per-node 2 train.py"
@@ -63,7 +63,7 @@ def _refuse_what_cannot_be_followed(command: Sequence[str]) -> None:
 
 
 def _flags(words: Sequence[str]) -> tuple[str, str | None]:
-    """Return the letters of an interpreter's flags, and the script, None where it runs a module or a text."""
+    """Return the letters of an interpreter's flags, and the script, or None for ``-m``, ``-c`` and standard input."""
     flags = ""
     rest = iter(words)
     for word in rest:

@@ -1,4 +1,4 @@
-"""Interrupts a user's training, starts it again, and compares it with one that was not interrupted."""
+"""Interrupts a user's training, resumes it, and compares it with one that was not interrupted."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from plumbline.check.evidence.training import RecordedTraining
 
 FOLDER = "{folder}"
-"""What stands in a command for the folder to which the training saves."""
+"""Placeholder in a command for the folder to which the training saves checkpoints."""
 
 _STATE_ALONE: dict[str, Any] = {"state": True, "replays": False, "sample_parameters": 1}
-"""What is recorded of trainings whose gradients nobody judges: digests, and the vectors of one parameter, as there may
-be many steps."""
+"""Options for trainings whose gradients are not judged. There can be many steps, so they record only digests, and the
+vectors of one parameter."""
 
 
 def run_interrupted(
@@ -39,8 +39,8 @@ def run_interrupted(
         command: what starts the training, with ``FOLDER`` in it.
         again: what resumes it.
         options: what to record of the resumed training.
-        steps: the number of steps after which the first training ends, before it begins another one.
-        say: is given a line before each training.
+        steps: the number of steps after which the first training is ended, before it begins another one.
+        say: called with a line before each training.
         time_limit: seconds for each training.
 
     Raises:
@@ -76,7 +76,7 @@ def run_interrupted(
             )
         if not why:
             say("plumbline: 3 of 3: training without an interruption")
-            # As many steps more: a resumed training may have left out batches.
+            # Twice as many further steps as were resumed: the resumed training may have skipped batches.
             recording = RecordingOptions(steps + 2 * options.steps, stop=True, **_STATE_ALONE)
             whole = record(_in(command, f"{saved}/whole"), recording, time_limit=time_limit).trainings
     from plumbline.check.judge.script_checks import with_resumption

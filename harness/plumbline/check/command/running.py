@@ -1,6 +1,6 @@
-"""Runs a user's command to its end, or ends it: at a time limit, at Ctrl-C, or when this program is told to end.
+"""Runs a user's command, and ends it at a time limit, at Ctrl-C, or when this program is told to end.
 
-It also sees in which order the Python processes below the command end.
+It also finds out in which order the command's Python processes end.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from plumbline.launch.process_tags import end_tagged
 from plumbline.worker.processes import kills_for_memory
 
 GRACE_S = 10.0
-"""Time that a command has to end after it was asked to, each time."""
+"""Seconds that a command has to end after each signal."""
 
 
 LOOK_EVERY_S = 0.5
-"""How often processes that have begun are looked for."""
+"""Seconds between searches for new processes."""
 
 
 class CommandError(PlumblineError):
@@ -34,7 +34,7 @@ class CommandError(PlumblineError):
 
 
 class EndOfCommand(Exception):  # noqa: N818 - nothing went wrong
-    """Raised while a command runs that is to be ended."""
+    """Raised while a command runs, to end it."""
 
 
 class EndedBy(Enum):
@@ -48,9 +48,9 @@ class EndedBy(Enum):
 
 @dataclass(frozen=True)
 class CommandEnd:
-    """How a command ended: its exit code, negative for a signal, after so many seconds.
+    """How a command ended: its exit code, which is negative for a signal, and after how many ``seconds``.
 
-    ``out_of_memory`` counts the processes that the kernel killed meanwhile for want of memory, on the whole machine.
+    ``out_of_memory`` counts the processes of the whole machine that the kernel killed meanwhile for lack of memory.
     """
 
     exit_code: int
@@ -82,10 +82,10 @@ def run_command(
     *,
     leaves_nothing: bool = False,
 ) -> CommandEnd:
-    """Run a command, with its output and input those of this process.
+    """Run a command with the standard streams of this process.
 
-    Where it does not end by itself, or ``leaves_nothing``, all its processes end with it: they have the environment's
-    variable ``tag``.
+    If the command does not end by itself, or if ``leaves_nothing``, all of its processes are killed. The environment
+    variable ``tag`` identifies them.
     It raises ``CommandError`` if the command cannot be started.
     """
     begun, killed = time.monotonic(), kills_for_memory()
@@ -109,7 +109,7 @@ def run_command(
         try:
             if by is not EndedBy.ITSELF:
                 _ask_to_end(process, (signal.SIGINT, signal.SIGTERM) if by is EndedBy.USER else (signal.SIGTERM,))
-        except KeyboardInterrupt:  # at once
+        except KeyboardInterrupt:  # kill it at once
             pass
         if by is not EndedBy.ITSELF or leaves_nothing:
             _kill(process, tag, environment[tag])
@@ -118,7 +118,7 @@ def run_command(
 
 @contextmanager
 def termination_as_interrupt() -> Iterator[None]:
-    """Treat SIGTERM and SIGHUP to this program as Ctrl-C: its command is in a session of its own and gets neither."""
+    """Treat SIGTERM and SIGHUP to this program as Ctrl-C. The command has its own session, so it receives neither."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -132,9 +132,10 @@ def termination_as_interrupt() -> Iterator[None]:
 
 
 def _ask_to_end(process: subprocess.Popen[bytes], signals: Sequence[signal.Signals]) -> None:
-    """Send the signals, each after the time to follow the one before, or at once if the user interrupts again.
+    """Send the signals one after another, each ``GRACE_S`` seconds after the previous one.
 
-    A command that lets one Ctrl-C pass, as srun does, still gives back what it holds elsewhere when it is terminated.
+    The next signal is sent at once if the user interrupts again. Some commands ignore one Ctrl-C, as srun does, but
+    release their resources on other machines when they are terminated.
     """
     for number in signals:
         with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
@@ -151,10 +152,10 @@ def _kill(process: subprocess.Popen[bytes], tag: str, value: str) -> None:
 
 
 class ProcessWatch:
-    """Follows the processes that have notes in ``folder``. ``ended`` has their ids in the order in which they ended.
+    """Follows the processes that write notes to ``folder``. ``ended`` has their ids in the order in which they ended.
 
-    ``on_look`` is called at each look, and may raise ``EndOfCommand``.
-    Where the system has no file descriptors for processes (those of Linux 5.3), no order is known.
+    ``on_look`` is called repeatedly, and can raise ``EndOfCommand``.
+    If the system has no file descriptors for processes (Linux has them since 5.3), the order is unknown.
     """
 
     def __init__(self, folder: Path, on_look: Callable[[], None] | None = None) -> None:
@@ -165,9 +166,9 @@ class ProcessWatch:
         self._selector = selectors.DefaultSelector()
 
     def wait(self, process: subprocess.Popen[bytes], seconds: float | None) -> None:
-        """Wait for a process that this one has started.
+        """Wait for a child of this process.
 
-        It raises ``subprocess.TimeoutExpired`` if it has not ended after so many seconds.
+        It raises ``subprocess.TimeoutExpired`` if the child has not ended after ``seconds``.
         """
         deadline = None if seconds is None else time.monotonic() + seconds
         while self._follow(process.pid) and process.poll() is None:
@@ -179,7 +180,7 @@ class ProcessWatch:
         process.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
-        """Take in what has ended last, and let go of all processes."""
+        """Note the processes that ended last, and stop following all processes."""
         self._look(0.0)
         for key in list(self._selector.get_map().values()):
             os.close(key.fd)

@@ -1,1 +1,1 @@
-"""What ranks write and the judge reads: vectors, facts and options. Standard library and torch only."""
+"""Data that ranks write and the judge reads: vectors, facts and options. Needs only the standard library and torch."""

@@ -1,4 +1,4 @@
-"""What the ranks of a checked command are told: one JSON file in the folder to which they write."""
+"""Options for the ranks of a checked command: one JSON file in the folder to which the ranks write."""
 
 from __future__ import annotations
 
@@ -8,32 +8,33 @@ from pathlib import Path
 
 FILE = "options.json"
 INTERRUPTED = "interrupted-"
-"""What the file of a rank is named, before its number, that is about to end because it was asked to."""
+"""Prefix of the file that a rank writes before it ends on request. The rank's number follows."""
 DEAL = "deal.json"
 
 Deal = dict[int, tuple[int, list[list[int]]]]
-"""For each rank, which of its iterators over loaders to give other samples, and those of its first batches."""
+"""For each rank: the number of the data loader iterator that gets other samples, and the samples of its first
+batches."""
 
 WINDOW = "window-"
-"""What the folder of a later window is named, before the number of its step."""
+"""Prefix of the folder of a later window. The number of its first step follows."""
 
 TOKEN_MEAN, SAMPLE_MEAN, SUM = OBJECTIVES = ("token-mean", "sample-mean", "sum")
-"""What a training may be declared to optimise, over all ranks and micro-batches of a step."""
+"""Objectives that a training can be declared to optimise, over all ranks and micro-batches of a step."""
 
 
 @dataclass(frozen=True)
 class RecordingOptions:
-    """What to record: ``steps`` steps of each optimizer, ``after`` so many; ``stop``: then end the process.
+    """What to record: ``steps`` steps of each optimizer after its first ``after``. ``stop``: then end the process.
 
-    ``every``: record one more step whenever an optimizer has taken a multiple of so many steps; 0 records none.
+    ``every``: record one more step whenever an optimizer has taken a multiple of this many steps; 0 records none.
     ``truth``: the precision of the replays that count as exact, ``float64`` or ``float32``.
-    ``sample_parameters``: the share of each optimizer's parameters that is judged where it is below 1, else their
-    number; 0 is all of them.
+    ``sample_parameters``: how many of each optimizer's parameters to judge: a share if it is below 1, else a number; 0
+    judges all of them.
     ``objective``: which of ``OBJECTIVES`` the training is declared to optimise, "" without a declaration.
-    ``splits``: note which samples the batches of loaders have; ``without_dropout``: dropout drops nothing.
-    ``state``: note what a checkpoint has to bring back. ``replays``: compute gradients and updates again.
-    ``interrupt_after``: end the process when an optimizer is about to take a step after so many; 0 never does.
-    ``dry_run``: nothing is replayed; what recording would cost is measured instead.
+    ``splits``: note which samples are in the batches of data loaders. ``without_dropout``: dropout drops nothing.
+    ``state``: note what a checkpoint has to restore. ``replays``: recompute gradients and updates.
+    ``interrupt_after``: end the process when an optimizer is about to take a step after this many; 0 never does.
+    ``dry_run``: replay nothing, and measure what recording would cost instead.
     """
 
     steps: int = 4
@@ -56,7 +57,7 @@ def write_options(folder: Path, options: RecordingOptions) -> None:
 
 
 def read_options(folder: str) -> RecordingOptions:
-    """Return the options in ``folder``; without them, raise ``OSError`` or ``ValueError``."""
+    """Return the options in ``folder``; raise ``OSError`` or ``ValueError`` if there are none."""
     return RecordingOptions(**json.loads((Path(folder) / FILE).read_text(encoding="utf-8")))
 
 
@@ -65,7 +66,7 @@ def write_deal(folder: Path, deal: Deal) -> None:
 
 
 def read_deal(folder: str) -> Deal:
-    """Return the samples that loaders are to give to each rank; nothing where the script's own order is kept."""
+    """Return the samples that each rank's data loader has to yield; empty if the script's own order is kept."""
     file = Path(folder) / DEAL
     return (
         {rank: (number, batches) for rank, (number, batches) in json.loads(file.read_text())} if file.exists() else {}

@@ -15,9 +15,9 @@ from plumbline.evidence.read import read_file
 
 
 def read_trainings(folder: Path) -> list[RecordedTraining]:
-    """Return the trainings that processes recorded below ``folder``: usually one, none if nothing took a step.
+    """Return the trainings recorded in ``folder``: usually one, or none if no optimizer took a step.
 
-    Processes that are one group make one training; each that is alone, without a group, makes one of its own. A file
+    The ranks of a process group make one training. Each process without a group makes a training of its own. A file
     that cannot be read raises ``TraceError``, which names it.
     """
     groups: dict[tuple[int, int], list[RecordedRank]] = defaultdict(list)
@@ -31,7 +31,7 @@ def read_trainings(folder: Path) -> list[RecordedTraining]:
 
 
 def world_size_of(folder: Path) -> int:
-    """Return the number of ranks of the training below ``folder``, 0 as long as no step of it is written.
+    """Return the number of ranks of the training in ``folder``, or 0 as long as no step is written.
 
     A file that cannot be read raises ``TraceError``, which names it.
     """

@@ -1,8 +1,8 @@
-"""What the ranks of a user's training recorded: vectors of gradients and weights, and plain facts about each step.
+"""Records of a user's training on each rank: vectors of gradients and weights, and plain facts about each step.
 
-A vector is one-dimensional float64. It has a segment for each parameter: the parameter's entries where there are at
-most ``SEGMENT`` of them, else their random projection. Both are linear, so a combination of vectors is the vector of
-the combination.
+A vector is one-dimensional float64. It has a segment for each parameter: the parameter's entries if there are at most
+``SEGMENT`` of them, else a random projection of them. Both are linear, so a linear combination of vectors is the vector
+of the linear combination.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from plumbline.evidence.projection import project
 from plumbline.evidence.recording import Recording, StepRecord
 from plumbline.recording.observer import Facts as Facts
 
-SEGMENT = 64  # Entries of a parameter's segment at most. A norm is known to 18 % from a projection of this length.
+SEGMENT = 64  # Most entries of a parameter's segment. A projection of this length gives a norm to 18 %.
 
 
 def segment(tensor: Tensor, *, split: bool = True) -> Tensor:
-    """Return the segment of one parameter's values, float64 on the cpu, of at most ``SEGMENT`` entries.
+    """Return the segment of one parameter's values: float64 on the CPU, at most ``SEGMENT`` entries.
 
     A complex number counts as two entries. ``split``: the projection of float64 values hardly rounds; see ``project``.
     """
@@ -36,7 +36,7 @@ def length(tensor: Tensor) -> int:
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """Return complex values as real ones, with a last dimension of two, and others as they are."""
+    """Return complex values as real ones with an added last dimension of size two, and real values unchanged."""
     return torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor
 
 
@@ -44,12 +44,13 @@ def as_real(tensor: Tensor) -> Tensor:
 class Parameter:
     """A parameter that an optimizer updates: its name in the user's model, its shape and dtype (``float32``).
 
-    ``reduced`` is the dtype in which its gradients are added up over ranks, "" where that is its own. ``sampled``:
-    whether it is judged; vectors have nothing of one that is not. ``named``: a module that was called holds it;
-    otherwise its name is its place in the optimizer, which may be another parameter's on another rank. ``trained``: it
-    requires a gradient, and is not frozen. ``held_in``: of a piece of a parameter of which optimizers hold copies, the
-    number of the optimizer's parameter that has it, -1 if only other ranks' optimizers have it; None of a parameter
-    that the optimizer holds itself. ``guessed``: it may be a piece of another parameter with the same values.
+    ``reduced`` is the dtype in which its gradients are summed over ranks, "" if it is the parameter's own. ``sampled``:
+    whether it is judged; vectors omit parameters that are not. ``named``: whether a module that was called holds it; if
+    not, its name is its position in the optimizer, which can be another parameter's on another rank. ``trained``:
+    whether it requires a gradient, or is frozen. ``held_in`` is None if the optimizer holds the parameter itself. If
+    optimizers hold copies of pieces of the model's parameters, this is one piece, and ``held_in`` is the number of the
+    optimizer's parameter that contains it, or -1 if only other ranks' optimizers do. ``guessed``: whether it can also
+    be a piece of another parameter with the same values.
     """
 
     name: str
@@ -81,10 +82,10 @@ class BackwardPass:
     """One backward pass on one rank, as far as it concerns the parameters of one optimizer.
 
     ``number`` counts the backward passes of the process. ``local`` is the vector of the gradients that arrived at the
-    parameters, before any reduction over ranks; ``exact`` the same computed again in float64 from the recorded inputs,
-    with NaN in the segments of parameters for which it could not be computed; None where there is no replay at all.
-    ``scale`` is the loss scale, 1 without a scaler. ``native`` is what ``exact`` is, but computed in the training's own
-    precision; only where activation checkpoints recomputed something else than their forward.
+    parameters, before any reduction over ranks. ``exact`` is the same vector, recomputed in float64 from the recorded
+    inputs; it has NaN in the segments of parameters that could not be recomputed, and is None without a replay.
+    ``scale`` is the loss scale, 1 without a scaler. ``native`` is like ``exact``, but computed in the training's own
+    precision; it is set only if activation checkpoints recomputed other values than their forward.
     """
 
     number: int
@@ -99,14 +100,14 @@ class BackwardPass:
 class RecordedStep:
     """One call of an optimizer's ``step`` on one rank.
 
-    ``optimizer`` counts the optimizers of the process, ``number`` the steps of this one, from 0. ``received`` is the
-    vector of the gradients that the optimizer received, NaN in the segments of parameters without a gradient.
-    ``norm`` is the exact norm of that gradient. ``unclipped`` is the vector before a clipping function changed it,
-    after the last backward pass; None if none did. ``replaced`` is what such a function left, if the script then
+    ``optimizer`` numbers the optimizers of the process, ``number`` the steps of this optimizer, from 0. ``received`` is
+    the vector of the gradients that the optimizer received, NaN in the segments of parameters without a gradient.
+    ``norm`` is the exact norm of these gradients. ``unclipped`` is the vector after the last backward pass and before a
+    clipping function changed it; None if none did. ``replaced`` is what a clipping function left, if the script then
     changed it by more than one factor; ``unclipped`` is None in this case.
-    ``passes`` has the backward passes since its previous step that belong to it; ``other_passes`` those that left
-    gradients in its parameters, but belong to another optimizer's step. ``skipped``: the GradScaler skipped the step.
-    ``facts`` has what observers noted.
+    ``passes`` has the backward passes since the optimizer's previous step that belong to this step. ``other_passes``
+    has those that left gradients in its parameters, but belong to another optimizer's step. ``skipped``: the GradScaler
+    skipped the step. ``facts`` has what observers noted.
     """
 
     optimizer: int
@@ -123,7 +124,7 @@ class RecordedStep:
 
     @property
     def before_clipping(self) -> Tensor:
-        """The vector of the received gradients without what a clipping function did to them."""
+        """The vector of the gradients before clipping, or as received if no clipping function changed them."""
         return self.received if self.unclipped is None else self.unclipped
 
     @property
@@ -133,12 +134,12 @@ class RecordedStep:
 
     @property
     def weights_move_between_passes(self) -> bool:
-        """Whether the optimizer's parameters were written to between the backward passes of the step."""
+        """Whether the optimizer's parameters were modified between the backward passes of the step."""
         known = (one.facts.get("weights", ()) for one in self.passes)
         return len({prints[self.optimizer] for prints in known if self.optimizer < len(prints)}) > 1
 
     def only(self, numbers: Sequence[int]) -> RecordedStep:
-        """Return the step as it concerns the parameters with these numbers; its norm and facts stay the whole one's."""
+        """Return the step for the parameters with these numbers only. The norm and facts are still the whole step's."""
 
         def chosen(vector: Tensor) -> Tensor:
             parts = self.parts(vector)
@@ -169,7 +170,7 @@ class RecordedStep:
 
 @dataclass(frozen=True, eq=False)
 class ScriptStep(StepRecord):
-    """A step of a script as any check may read it."""
+    """A step of a script in the form that any check can read."""
 
     step: RecordedStep = field(kw_only=True)
 
@@ -206,9 +207,9 @@ class ScriptStep(StepRecord):
 
 @dataclass(frozen=True)
 class RecordedRank:
-    """One process of the training. ``world_size`` is that of torch.distributed, 1 where there was no group.
+    """One process of the training. ``world_size`` is that of torch.distributed, 1 without a process group.
 
-    ``facts`` has what observers noted about the whole process; ``error`` says why recording ended early, "" if it did
+    ``facts`` has what observers noted about the whole process. ``error`` says why recording ended early, "" if it did
     not.
     """
 
@@ -221,7 +222,7 @@ class RecordedRank:
 
 @dataclass(frozen=True)
 class RecordedTraining(Recording):
-    """All processes of a training that took optimizer steps, ordered by rank; ``objective`` is the declared one."""
+    """All processes of a training that took optimizer steps, ordered by rank. ``objective`` is the declared one."""
 
     ranks: tuple[RecordedRank, ...]
     objective: str = ""
@@ -237,5 +238,5 @@ class RecordedTraining(Recording):
                 yield ScriptStep(rank.rank, step.number, step.optimizer, step=step)
 
     def at(self, place: int) -> Mapping[int, RecordedStep]:
-        """Return the ``place``-th step of each rank that took as many, by rank."""
+        """Return, by rank, the step with index ``place`` of each rank that has one."""
         return {rank.rank: rank.steps[place] for rank in self.ranks if place < len(rank.steps)}

@@ -1,4 +1,4 @@
-"""Whether ranks begin a forward with the buffers that DistributedDataParallel promises, all of them numbers."""
+"""Checks that ranks begin a forward with the buffers that DistributedDataParallel promises, without NaN."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def judge_buffers(training: RecordedTraining) -> Iterator[Finding]:
 
 
 def _not_a_number(training: RecordedTraining) -> Finding | None:
-    """Return the failure of running statistics that hold NaN: whatever is averaged into them, it stays."""
+    """Return the failure of running statistics that hold NaN, which no later average removes."""
     for rank in training.ranks:
         noted = [(step.number, step.facts["buffers"]["nan"]) for step in rank.steps if "buffers" in step.facts]
         for number, names in noted:

@@ -1,6 +1,6 @@
-"""Gradients of master weights that were clipped on their way from the model: by which factor, and by which norm.
+"""Master weights' gradients that were clipped on their way from the model: by which factor and which norm.
 
-Trainers with master weights clip with code of their own, so that no call of a function is recorded.
+Trainers with master weights clip with their own code, so no clipping call is recorded.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from plumbline.judge.mistakes.case import RIGHT
 OBSERVER = "masters"
 
 SAME_LENGTH = 1e-2
-"""Relative difference up to which two lengths are one limit of clipping, and two factors one.
+"""Relative difference up to which two norms are one clipping limit, and two factors are one.
 
-Chosen: trainers compute the norm of gradients in 16 bits, some of them in 16 bits.
+Chosen: trainers compute norms of 16-bit gradients, some of them in 16 bits.
 """
 
 
@@ -29,13 +29,13 @@ class MasterStep:
 
     @property
     def limit(self) -> float | None:
-        """The limit of the trainer that steps the optimizer, None if it does not say one."""
+        """The clipping limit of the trainer that steps the optimizer, None if the trainer does not state one."""
         limits = {case.step.facts[OBSERVER]["limit"] for case in self.cases}
         return next(iter(limits)) if len(limits) == 1 else None
 
     @property
     def length(self) -> float:
-        """The norm of what the optimizers of all ranks received together; copies of a piece count once."""
+        """The norm of all gradients that the optimizers of all ranks received; copies of a piece count once."""
         norms: dict[tuple[int, int], float] = {}
         for case in self.cases:
             for number, norm in enumerate(case.step.facts[OBSERVER]["norms"]):
@@ -45,7 +45,7 @@ class MasterStep:
 
     @property
     def factors(self) -> Mapping[int, float]:
-        """By how much each rank's gradients are shorter than the right ones; empty if they are something else."""
+        """The ratio of each rank's gradients to the right ones; empty if any are not a multiple of these."""
         found: dict[int, list[float]] = {}
         for case in self.cases:
             fit = replace(case, free_factor=True).fit(RIGHT)
@@ -59,7 +59,7 @@ class MasterStep:
 
     @property
     def common_factor(self) -> float:
-        """The factor of the ranks whose gradients are right but for one; 1 where they have no common one below 1."""
+        """The factor below 1 that all gradients share which are right up to a factor; 1 if there is none."""
         fits = [replace(case, free_factor=True).fit(RIGHT) for case in self.cases if case.compared.any()]
         factors = [one.factor for one in fits if one.holds]
         return min(1.0, factors[0]) if factors and are_one(factors) else 1.0
@@ -70,7 +70,7 @@ class MasterStep:
 
     @property
     def is_clipped_by_parts(self) -> bool:
-        """Whether ranks clipped what they hold to one limit each, by the norms of their own parts."""
+        """Whether each rank clipped what it holds to the same limit, by the norm of its own part."""
         factors = self.factors
         shorter = [rank for rank, factor in factors.items() if factor < 1 - SAME_LENGTH]
         if not shorter or are_one(list(factors.values())) or max(factors.values()) > 1 + SAME_LENGTH:
@@ -81,7 +81,7 @@ class MasterStep:
 
 
 def are_one(values: Sequence[float]) -> bool:
-    """Return whether lengths, or factors, are as near to each other as those of one limit."""
+    """Return whether norms, or factors, agree within ``SAME_LENGTH``."""
     return max(values) - min(values) <= SAME_LENGTH * max(values) if values else False
 
 
@@ -95,10 +95,10 @@ def master_steps(cases: Sequence[ReceivedGradient]) -> Iterator[MasterStep]:
 
 
 def before_clipping(cases: Sequence[ReceivedGradient]) -> list[ReceivedGradient]:
-    """Return the cases with what was received before the trainer clipped it, where that is known.
+    """Return the cases with the gradients as they were before the trainer clipped them, if that is known.
 
-    Right gradients are then shorter, by one factor on all ranks, and as long as the trainer's limit, or of one length
-    at several steps.
+    Clipped right gradients are shorter by one factor on all ranks, and have the trainer's limit as norm, or the same
+    norm at several steps.
     """
     steps = list(master_steps(cases))
     known = _limit_by_lengths(steps)
@@ -113,9 +113,9 @@ def before_clipping(cases: Sequence[ReceivedGradient]) -> list[ReceivedGradient]
 
 
 def scale_at_clipping(wrong: Sequence[ReceivedGradient]) -> float | None:
-    """Return the loss scale that was still in gradients when their trainer clipped them, None if none was.
+    """Return the loss scale that gradients still contained when their trainer clipped them, None if there was none.
 
-    They are as long as the limit once the scale is multiplied back.
+    Their norm equals the limit once it is multiplied by the scale.
     """
     for step in master_steps(wrong):
         scales = {one.scale for case in step.cases for one in case.step.passes}
@@ -126,7 +126,7 @@ def scale_at_clipping(wrong: Sequence[ReceivedGradient]) -> float | None:
 
 
 def up_to_clipping(wrong: Sequence[ReceivedGradient]) -> list[ReceivedGradient]:
-    """Return wrong gradients, known up to one factor where they are as long as the limit of their trainer."""
+    """Return wrong gradients, with a free factor if their norm is the trainer's clipping limit."""
     clipped = {
         id(case)
         for step in master_steps(wrong)
@@ -139,7 +139,7 @@ def up_to_clipping(wrong: Sequence[ReceivedGradient]) -> list[ReceivedGradient]:
 def _limit_by_lengths(steps: Sequence[MasterStep]) -> float | None:
     shorter = [(step, factor) for step in steps if (factor := step.common_factor) < 1 - SAME_LENGTH]
     lengths, factors = [step.length for step, _ in shorter], [factor for _, factor in shorter]
-    # One factor at every step is no clipping.
+    # The same factor at every step is not clipping.
     return max(lengths) if len(shorter) > 1 and are_one(lengths) and not are_one(factors) else None
 
 

@@ -1,4 +1,4 @@
-"""Were the gradients of a model in parts clipped by one factor, and by the norm of the whole model?"""
+"""Checks that a model in parts was clipped by one factor, and by the norm of the whole model."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from plumbline.report.text import listed
 
 
 def clipped_shard_by_shard(training: RecordedTraining) -> Finding | None:
-    """Find ranks whose calls of clipping scaled the shards of one gradient by different factors."""
+    """Find ranks whose clipping calls scaled the shards of one gradient by different factors."""
     for ranks, factors in _factors_of_shards(training):
         if any(each.facts.get("in_flat_parts") for one in ranks.values() for each in one.step.passes):
-            continue  # ranks that belong together are not known
+            continue  # it is unknown which ranks belong together
         rounding = max(one.facts["roundings"] for one in ranks.values())
         if factors and max(factors) - min(factors) > rounding:
             first = next(iter(ranks.values()))
@@ -56,7 +56,7 @@ def clipped_shard_by_shard(training: RecordedTraining) -> Finding | None:
 
 
 def _factors_of_shards(training: RecordedTraining) -> Iterator[tuple[Mapping[int, ObserverFacts], list[float]]]:
-    """Yield steps before which ranks clipped shards by a norm, and by what: 1 on a rank that did not call."""
+    """Yield steps before which ranks clipped shards by norm, and the factors; 1 for a rank that did not clip."""
     for ranks, calls in last_calls(training, sharded=True):
         yield ranks, [call["factor"] for call in calls.values() if call["norm"]]
     for ranks in side_by_side(training, OBSERVER):
@@ -73,7 +73,7 @@ def multiplied_shards(training: RecordedTraining) -> Finding | None:
         return None
     for ranks in side_by_side(training, OBSERVER):
         if not all(trains_shards(one.step) for one in ranks.values()):
-            continue  # whole gradients beside a sharded model, such as those of adapters, may be averaged
+            continue  # unsharded gradients, such as those of adapters, may be averaged
         factors = [(one.facts["by_hand"] or {"factor": 1.0})["factor"] for one in ranks.values()]
         rounding = max(one.facts["roundings"] for one in ranks.values())
         if len(ranks) == training.world_size and None not in factors and differ(factors, rounding):
@@ -95,13 +95,13 @@ def multiplied_shards(training: RecordedTraining) -> Finding | None:
 
 
 def _are_one_over_own_counts(ranks: Sequence[ObserverFacts], factors: Sequence[float]) -> bool:
-    """Return whether the factor of each rank makes the losses of that rank have the same total weight."""
+    """Return whether the factors give the losses of each rank the same total weight."""
     objectives = [objective_of([one.step]) for one in ranks]
     weights = [one.of_losses for one in objectives if one is not None]
     if len(weights) < len(ranks):
         return False
     totals = [factor * weight for factor, weight in zip(factors, weights, strict=True)]
-    # Factors that hardly differ say nothing.
+    # Factors that hardly differ are no evidence.
     return min(totals) > 0 and spread(totals) - 1 <= min(NEAR, (spread(factors) - 1) / 4)
 
 
@@ -123,10 +123,10 @@ def clipped_copies_in_parts(training: RecordedTraining) -> Finding | None:
 
 
 def clipped_copies_apart(training: RecordedTraining) -> Finding | None:
-    """Find ranks that clip copies of one parameter by different factors: each by the norm of what it holds."""
+    """Find ranks that clip copies of one parameter by different factors, each by the norm of what it holds."""
     compared = JointTruth(training).compared
     copies = {tuple(ranks) for _, found in compared for _, ranks in found["judged"] if len(ranks) > 1}
-    # From the first wrong gradients on, norms differ between ranks, whatever they are clipped by.
+    # Once gradients are wrong, norms differ between ranks in any case.
     first_wrong = min((number for number, found in compared if found["wrong"]), default=math.inf)
     for steps, calls in last_calls(training, sharded=False):
         if next(iter(steps.values())).step.number >= first_wrong:
@@ -147,7 +147,7 @@ def clipped_copies_apart(training: RecordedTraining) -> Finding | None:
 
 
 def clipped_by_another_norm(training: RecordedTraining) -> Finding | None:
-    """Find gradients of a model in parts that were clipped by another norm than that of the whole model."""
+    """Find gradients of a model in parts that were clipped by a norm other than that of the whole model."""
     whole = {number: found["norms"] for number, found in JointTruth(training).compared}
     if any(len({step.optimizer for step in rank.steps}) > 1 for rank in training.ranks):
         return None  # each may have a norm of its own
@@ -165,7 +165,7 @@ def clipped_by_another_norm(training: RecordedTraining) -> Finding | None:
 
 
 def _are_by_one_norm(calls: Sequence[Facts]) -> bool:
-    """Return whether calls clip to one limit by one norm: several of them may clip a parameter each."""
+    """Return whether calls clip to one limit by one norm. Each of several calls may clip one parameter."""
     first = calls[0]
     return first["norm_type"] == 2.0 and all(
         call["kind"] == "norm"
@@ -176,7 +176,7 @@ def _are_by_one_norm(calls: Sequence[Facts]) -> bool:
 
 
 def _norms_of_shards(training: RecordedTraining, calls: Mapping[int, Sequence[Facts]]) -> tuple[float, float] | None:
-    """Return the norm of all shards together, twice; None where it is not known how they lie on the ranks."""
+    """Return the norm of all shards as lower and upper bound; None if their layout on the ranks is unknown."""
     layout = [rank.facts.get(LAYOUT) or {} for rank in training.ranks]
     kinds = {kind for one in layout for module in one.get("modules", ()) for kind in module["layouts"]}
     shapes = {tuple(mesh["shape"]) for one in layout for mesh in one.get("meshes", ())}
@@ -198,7 +198,7 @@ def _held(calls: Sequence[Facts]) -> float:
 
 
 def _compared_norms(one: ObserverFacts, every: Sequence[Sequence[Facts]], norms: Sequence[float]) -> Finding | None:
-    """Return what is wrong if the calls of a rank do not use a norm between these two."""
+    """Return the failure if the ranks' calls did not clip by a norm between these two."""
     least, most = norms
     calls = [max(own, key=lambda call: call["norm"]) for own in every]
     used = [call["limit"] / call["factor"] - TO_AVOID_ZERO if is_effective(call, one.facts) else None for call in calls]

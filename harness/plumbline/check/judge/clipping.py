@@ -1,4 +1,4 @@
-"""Were gradients clipped once, when they were complete, averaged and unscaled, and by the norm of all of them?"""
+"""Checks that gradients were clipped once, when complete, averaged and unscaled, and by the norm of all of them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from plumbline.report.text import listed
 
 
 def judge_clipping(training: RecordedTraining) -> Iterator[Finding]:
-    """Yield what is wrong with the calls of clipping, or what they did; nothing where nobody clips."""
+    """Yield what is wrong with clipping calls, or what they did; nothing if the script does not clip."""
     flaws = [
         _before_unscaling,
         _after_the_step,
@@ -55,7 +55,7 @@ def judge_clipping(training: RecordedTraining) -> Iterator[Finding]:
         clipped_copies_in_parts,
     ]
     found = [finding for flaw in flaws if (finding := flaw(training)) is not None]
-    # Each of these may follow from those before it.
+    # Each of these can follow from the earlier ones.
     for flaw in (multiplied_shards, clipped_copies_apart, clipped_by_another_norm, _other_length):
         if not found and (finding := flaw(training)) is not None:
             found = [finding]
@@ -137,7 +137,7 @@ def _before_averaging(training: RecordedTraining) -> Finding | None:
         elif all(call["kind"] == "norm" for call in calls.values()) and all(step.replaced is None for step in steps):
             were_equal = are_equal([step.before_clipping for step in steps], rounding)
             if were_equal and differ(used, max(NORM_KNOWN_TO, rounding)):
-                norms = used  # which was computed before, of other gradients
+                norms = used  # computed earlier, from other gradients
         if norms:
             how = f"by its own norm ({listed(f'{norm:.6g}' for norm in norms)})"
             if first_call["kind"] == "value":
@@ -154,9 +154,9 @@ def _before_averaging(training: RecordedTraining) -> Finding | None:
 
 
 def _were_averaged(steps: Sequence[RecordedStep], rounding: float) -> bool:
-    """Return whether ranks step with a multiple of the mean of what each of them had clipped.
+    """Return whether ranks step with a multiple of the mean of their clipped gradients.
 
-    Of pieces of a model it is not known.
+    For pieces of a model this is unknown, and counts as true.
     """
     clipped = [step.replaced for step in steps if step.replaced is not None]
     if len(clipped) < len(steps):
@@ -169,9 +169,9 @@ def _were_averaged(steps: Sequence[RecordedStep], rounding: float) -> bool:
 
 
 def _to_other_limits(training: RecordedTraining) -> Finding | None:
-    """Find ranks that hold one gradient, which a wrapper averaged, and clip it to different limits: they part."""
+    """Find ranks that clip the same gradient, averaged by a wrapper, to different limits, so that they diverge."""
     if not rank_layout(training).is_data_parallel:
-        return None  # each rank may train a model of its own
+        return None  # each rank may train its own model
     for ranks, calls in last_calls(training, sharded=False):
         rounding = max(one.facts["roundings"] for one in ranks.values())
         limits = [call["limit"] for call in calls.values()]
@@ -213,7 +213,7 @@ def _other_length(training: RecordedTraining) -> Finding | None:
 
 
 def _done(training: RecordedTraining, clipped: list[ObserverFacts]) -> Iterator[Finding]:
-    """Yield what the calls did; where none of them changed a gradient, whether they are right is not known.
+    """Yield what the calls did. If none of them changed a gradient, it is unknown whether they are right.
 
     A call without a limit only measures the norm.
     """

@@ -1,4 +1,4 @@
-"""The calls that clipped gradients, and when two lengths or gradients are one."""
+"""The calls that clipped gradients, and comparisons of norms and gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from plumbline.evidence.recording import step_copies
 OBSERVER = "clipping"
 
 NORM_KNOWN_TO = 0.01
-"""How well a norm is known that the script has computed, as a part of it.
+"""Relative error of a norm that the script computed.
 
 Chosen: sums in float32 over millions of entries are rarely worse, but how a script adds up is not recorded. Clipping by
 a norm that is off by less goes unnoticed.
@@ -44,7 +44,7 @@ def is_effective(call: Facts, facts: Facts) -> bool:
 def is_limit_unscaled(limit: float, scale: float) -> bool:
     """Return whether gradients with a loss scale in them were clipped to a limit that is not multiplied by it.
 
-    One that is multiplied by the scale as well is right; such limits are far larger than those without.
+    A limit that is multiplied by the scale is right, and far larger than one that is not.
     """
     return scale >= 1024 and limit < math.sqrt(scale)
 
@@ -52,9 +52,10 @@ def is_limit_unscaled(limit: float, scale: float) -> bool:
 def last_calls(
     training: RecordedTraining, *, sharded: bool, kinds: Collection[str] = ("norm",)
 ) -> Iterator[tuple[Mapping[int, ObserverFacts], dict[int, Facts]]]:
-    """Yield steps that every rank took with the same model, and the last call of each rank before them.
+    """Yield steps that every rank took with the same model, and the last clipping call of each rank before them.
 
-    Only steps before which every rank clipped, all of them ``sharded`` gradients, or all of them whole ones.
+    Only steps before which every rank clipped are included. ``sharded``: all ranks clipped sharded gradients; otherwise
+    all clipped whole ones.
     """
     for ranks in side_by_side(training, OBSERVER):
         calls = {rank: own[-1] for rank, one in ranks.items() if (own := complete(one))}
@@ -67,13 +68,13 @@ def last_calls(
 
 
 def differ(norms: Sequence[float | None], by: float) -> bool:
-    """Return whether norms, all of which are known, differ by more than a part of the largest."""
+    """Return whether all norms are known and differ by more than ``by``, relative to the largest."""
     known = [norm for norm in norms if norm is not None]
     return len(known) == len(norms) and max(known) - min(known) > by * max(known)
 
 
 def are_equal(gradients: Sequence[Tensor | None], rounding: float) -> bool:
-    """Return whether gradients, all of which are known, are apart by no more than a part of the first one's norm."""
+    """Return whether all gradients are known and equal the first one within ``rounding``, relative to its norm."""
     vectors = [vector.nan_to_num() for vector in gradients if vector is not None]
     if len(vectors) < len(gradients):
         return False

@@ -1,4 +1,4 @@
-"""Which share of a training's trainable parameters was judged, and why the rest was not."""
+"""The share of a training's trainable parameters that was judged, and why the rest was not."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Uncovered:
 
 @dataclass(frozen=True)
 class Share:
-    """Of ``of`` elements of parameters ``entries``, and why not the others, those of most elements first."""
+    """``entries`` of ``of`` parameter elements were judged. ``left_out``: the reasons for the others, largest first."""
 
     entries: int
     of: int
@@ -81,11 +81,11 @@ class Share:
 
 @dataclass(frozen=True)
 class Coverage:
-    """Elements of the trainable parameters, of one rank's where all ranks hold the same.
+    """How many elements of the trainable parameters were judged. Parameters that all ranks hold count once.
 
-    ``gradients`` and ``updates`` count those whose gradient, and whose update, was compared with one that is not zero,
-    so that it could have differed. Gradients of ``replays`` were also compared with a recomputation. ``is_joint``: all
-    ranks recomputed the forward together, which they always do in float64.
+    ``gradients`` and ``updates``: elements whose gradient or update was compared with a nonzero one, so that it could
+    have differed. ``replays``: elements whose gradient was also compared with a recomputation. ``is_joint``: all ranks
+    recomputed the forward together, which they always do in float64.
     """
 
     gradients: Share
@@ -107,7 +107,7 @@ class Coverage:
 def coverage_of(training: RecordedTraining, findings: Iterable[Finding] = ()) -> Coverage:
     """Return what was judged of a training.
 
-    ``findings`` are those about it: where the check of gradients has no verdict, none of them was judged.
+    ``findings``: the findings about it. If the check of gradients has no verdict, no gradient counts as judged.
     """
     pieces = {step.optimizer for rank in training.ranks for step in rank.steps if step.is_in_pieces}
     entries = {
@@ -187,7 +187,7 @@ def _late(training: RecordedTraining) -> Iterator[tuple[Key, int]]:
 
 
 def _gradients_left_out(training: RecordedTraining, evidence: JudgedGradients) -> Iterator[tuple[Key, str]]:
-    """Yield each parameter of a recorded step whose gradient was compared with nothing, and why."""
+    """Yield each parameter of a recorded step whose gradient was not compared, and why."""
     compared: set[Key] = set()
     known: dict[Key, str] = {}
     for case in evidence.judged:
@@ -238,7 +238,7 @@ def _updates_left_out(training: RecordedTraining, entries: Iterable[Key]) -> dic
 
 
 def _replays_left_out(training: RecordedTraining) -> dict[Key, str]:
-    """Return why a parameter was not computed again on some rank, in some step; where nothing arrived at all, too."""
+    """Return why a parameter was not replayed on some rank in some step, or that no gradient arrived at all."""
     why: dict[Key, str] = {}
     arrived: set[Key] = set()
     every: set[Key] = set()

@@ -1,4 +1,4 @@
-"""Whether the gradient is that of the objective that the user declared, over all ranks and micro-batches of a step."""
+"""Checks the gradient against the objective that the user declared, over all ranks and micro-batches of a step."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from plumbline.report.text import in_two_digits
 CHECK = "objective"
 
 ROUNDED = {"bfloat16": 4 * 2.0**-8}
-"""As ``EXACT``, for a loss that is computed in a format with fewer digits than float16."""
+"""Like ``EXACT``, for losses that are computed in a format with fewer digits than float16."""
 
 MOST_TOLD = 6
-"""Weights that a message tells one by one."""
+"""The largest number of weights that a message lists one by one."""
 
 _NAMES = {TOKEN_MEAN: "mean over all tokens", SAMPLE_MEAN: "mean over all samples", SUM: "sum over all tokens"}
 
 
 class _UnknownError(Exception):
-    """The objective of a step cannot be told; the message says why."""
+    """The objective of a step is unknown; the message says why."""
 
 
 def judge_declared(training: RecordedTraining) -> Iterator[Finding]:
-    """Yield whether the gradient of each step is that of the declared objective, or why that cannot be told."""
+    """Yield whether the gradient of each step is that of the declared objective, or why this is unknown."""
     layout = rank_layout(training)
     if training.world_size > 1 and not layout.is_data_parallel:
         yield not_judged(
@@ -126,7 +126,7 @@ def _place(case: ObjectiveCase, rank: int, micro: int) -> str:
 
 
 def _cases(declared: str, steps: Sequence[RecordedStep]) -> Sequence[ObjectiveCase]:
-    """Return what a step trains, in each reading of it that cannot be excluded; raise ``_UnknownError`` if none."""
+    """Return the step's objective in each possible reading of its loss; raise ``_UnknownError`` if there is none."""
     if any(bool(other.local.any()) for step in steps for other in step.other_passes):
         raise _UnknownError("backward passes of several optimizers add to the same gradients")
     if any(step.weights_move_between_passes for step in steps):
@@ -163,7 +163,7 @@ def _cases(declared: str, steps: Sequence[RecordedStep]) -> Sequence[ObjectiveCa
 
 
 def _main_term(one: BackwardPass) -> tuple[str, Sequence[Facts], bool]:
-    """Return the name of the one term of a loss that is judged, what its weights may be, and whether it is alone."""
+    """Return the name of the judged loss term, the possible readings of its weights, and whether it is alone."""
     noted = one.facts.get("objective", {})
     terms, calls = noted.get("terms"), noted.get("calls", ())
     alone = bool(noted.get("alone")) or (terms is not None and len(terms) == 1)
@@ -200,7 +200,7 @@ def _added_up(chunks: Sequence[Facts]) -> Facts:
 
 
 def _contributions(steps: Sequence[RecordedStep], passes: Sequence[BackwardPass]) -> tuple[list[float], float]:
-    """Return how many times each pass's gradient is in what the optimizer received, and how well that is known."""
+    """Return the factor of each pass's gradient in what the optimizer received, and the relative error."""
     received = received_by(steps)
     received = torch.where(received.isnan(), 0.0, received)
     if any(one.local.shape != received.shape for one in passes):
@@ -213,7 +213,7 @@ def _contributions(steps: Sequence[RecordedStep], passes: Sequence[BackwardPass]
     mean = local.sum(0)
     common = float(received @ mean / (mean @ mean)) if bool(mean.any()) else 0.0
     error = float((received - common * mean).norm() / received.norm())
-    # Ranks may be weighted by a script that reduces the gradients itself.
+    # A script that reduces gradients itself may give ranks different weights.
     if error > EXACT and len(passes) > 1:
         solved = torch.linalg.lstsq(local.T, received, driver="gelsd")
         other = float((received - local.T @ solved.solution).norm() / received.norm())

@@ -1,4 +1,4 @@
-"""Backward passes before the first step whose gradients the script discards, as those of a trial or a warm-up."""
+"""Removes backward passes before the first step whose gradients the script discards, as in a trial or warm-up."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from plumbline.judge.mistakes.case import RIGHT
 def without_discarded_passes(training: RecordedTraining) -> RecordedTraining:
     """Return a training without the backward passes that the script discards before an optimizer's first step.
 
-    ``zero_grad()`` in the wrong place discards gradients at every step. So passes are discarded on purpose only where
-    the first step has more of them than any later one, and its gradient is right without them and wrong with them.
+    ``zero_grad()`` in the wrong place discards gradients at every step. Passes therefore count as discarded on purpose
+    only if the first step has more of them than any later one, and its gradient is right without them and wrong with
+    them.
     """
     for optimizer in sorted({step.optimizer for rank in training.ranks for step in rank.steps}):
         fewer = _with_fewer_passes(training, optimizer)
@@ -23,7 +24,7 @@ def without_discarded_passes(training: RecordedTraining) -> RecordedTraining:
 
 
 def _with_fewer_passes(training: RecordedTraining, optimizer: int) -> RecordedTraining | None:
-    """Leave out the first passes of the first step that are more than any later step has; None without any."""
+    """Leave out the first step's earliest passes in excess of any later step; None if there are none."""
     ranks = []
     for rank in training.ranks:
         own = [step for step in rank.steps if step.optimizer == optimizer]

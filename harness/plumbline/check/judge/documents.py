@@ -1,4 +1,4 @@
-"""Whether documents packed into one sequence, and padding, are kept apart: by the model, in labels and in positions."""
+"""Checks that packed documents and padding are kept apart by the model, in labels and in positions."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from plumbline.report.text import in_two_digits, percent
 CHECK = "documents"
 
 _FOR_NOTHING_ELSE = ("cu_seq", "cu_doc")
-"""Arguments that say where the sequences of a batch begin and nothing else: a model of tokens that is given one and
-mixes these is wrong. Numbers of documents may be read by the model, or be there for the loss; position ids may begin
-again, and vectors, as those of images, be divided into windows, where all are meant to see each other."""
+"""Prefixes of arguments that only say where the sequences of a batch begin. A model of tokens that is given one and
+mixes the sequences is wrong. Other arguments are no proof: the model or the loss may read document numbers, position
+ids may restart, and vectors, such as those of images, may be divided into windows that are meant to see each other."""
 
 _OF_SEQUENCES = ("context", "context_parallel", "cp", "seq", "sequence", "sequence_parallel", "sp", "ulysses")
 """Names of the mesh dimensions over which sequences are divided."""
 
 _NOTICED = 1e-3
-"""A limit that is not told: what documents share moves them by more."""
+"""A limit that messages do not mention: real influence between documents moves outputs by more."""
 
 _PARTS = {"documents": "one document", "padding": "padding"}
 
@@ -40,7 +40,7 @@ def judge_documents(training: RecordedTraining) -> Iterator[Finding]:
     facts = [(rank.rank, own) for rank in training.ranks if (own := rank.facts.get(CHECK) or {})]
     for kind in ("documents", "padding"):
         yield from _apart(kind, [(rank, own[kind]) for rank, own in facts if kind in own])
-    # Documents that see each other, whatever that is meant for, are one text: the next token is what follows.
+    # Documents that see each other are one text, so the next document's first token is a right label.
     mixed = any((own.get("documents") or {}).get("moved") for _, own in facts)
     yield from _labels([own for _, own in facts], ["padded"] if mixed else ["seams", "padded"])
     yield from _parts(training)
@@ -137,12 +137,12 @@ def _is_certain(by: str, facts: Facts) -> bool:
 
 
 def _parts(training: RecordedTraining) -> Iterator[Finding]:
-    """Yield a note where ranks that a mesh gives parts of a sequence number all of these from 0."""
+    """Yield a note if a mesh divides sequences over ranks, but the position ids of all ranks begin at 0."""
     dimensions = [rank.facts.get(OBSERVER, {}).get("dimensions", {}) for rank in training.ranks]
     names = [name for name in dimensions[0] if name in _OF_SEQUENCES]
     facts = [rank.facts.get(CHECK) or {} for rank in training.ranks]
     packed = any(one.get("documents") for one in facts)
-    # Where ranks are given the same tokens, as a whole, the model divides these itself.
+    # If all ranks receive the same whole sequence, the model divides it itself.
     tokens = {one["tokens"] for one in facts if one.get("begins") == 0}
     if names and not packed and len(tokens) == training.world_size:
         yield headline_note(

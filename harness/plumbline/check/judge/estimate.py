@@ -12,7 +12,7 @@ from plumbline.core.numbers import counted
 from plumbline.report.text import in_words
 
 PLAIN_STEPS = 2
-"""Steps that a dry run takes before the one that it records: the second one is timed."""
+"""Steps that a dry run takes before the recorded one. The second one is timed."""
 
 _GRADIENTS_AND_WEIGHTS = 2 * 8
 """Bytes for each entry of a parameter: a replay holds its weight and its gradient in float64."""
@@ -20,11 +20,12 @@ _GRADIENTS_AND_WEIGHTS = 2 * 8
 
 @dataclass(frozen=True)
 class CostEstimate:
-    """Costs of the rank that has most of them; times in seconds, for one step.
+    """The largest costs of any rank, for one step; times are in seconds.
 
-    ``replay_s`` is the time of a plain step multiplied by how many times longer a matrix product takes in float64.
-    ``extra_bytes`` is what a replay holds beside the training: weights and gradients in float64, recorded inputs, and
-    what the largest forward saves for its backward pass in float64. ``evidence_bytes`` is that of a rank and step.
+    ``replay_s`` is the time of a plain step, multiplied by the slowdown of a matrix product in float64. ``extra_bytes``
+    is what a replay holds in addition to the training: weights and gradients in float64, recorded inputs, and what the
+    largest forward saves for its backward pass in float64. ``evidence_bytes`` is the size of one step's file on one
+    rank.
     """
 
     ranks: int
@@ -36,11 +37,11 @@ class CostEstimate:
     evidence_bytes: int
 
     def checked_s(self, steps: int) -> float:
-        """Return how long so many recorded steps will take."""
+        """Return how long ``steps`` recorded steps will take."""
         return steps * (max(self.recorded_s, self.plain_s) + self.replay_s)
 
     def unchecked_s(self, steps: int) -> float:
-        """Return how long these steps take without a check."""
+        """Return how long ``steps`` steps take without a check."""
         return steps * self.plain_s
 
     def all_evidence_bytes(self, steps: int) -> int:
@@ -49,7 +50,7 @@ class CostEstimate:
 
 
 def estimate(training: RecordedTraining, folder: Path) -> CostEstimate | None:
-    """Return what was measured in a dry run, whose evidence is in ``folder``; None where a rank measured nothing."""
+    """Return the costs measured in a dry run with evidence in ``folder``; None if a rank measured nothing."""
     facts: list[dict[str, Any]] = [rank.facts["cost"] for rank in training.ranks if rank.facts.get("cost")]
     if not facts or len(facts) < len(training.ranks):
         return None
@@ -65,7 +66,7 @@ def estimate(training: RecordedTraining, folder: Path) -> CostEstimate | None:
 
 
 def estimate_lines(one: CostEstimate, steps: int) -> Iterator[str]:
-    """Yield what so many steps will cost, in sentences."""
+    """Yield what ``steps`` steps will cost, in sentences."""
     yield (
         f"{counted(steps, 'recorded step')} will take about {in_words(one.checked_s(steps), 's')}, instead of "
         f"{in_words(one.unchecked_s(steps), 's')} without a check"

@@ -1,4 +1,4 @@
-"""What gradients begin with: functions by which a loss communicates, and what stages of a pipeline give each other."""
+"""Judges where gradients start: functions through which a loss communicates, and exchanges of pipeline stages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WRONG = {
 
 
 def with_stages(training: RecordedTraining, finding: Finding) -> Finding:
-    """Return the finding about gradients that passed, or that a stage received others than the next one computed."""
+    """Return the finding, or a failure if a stage received other gradients than the next stage computed."""
     noted = [(step.number, step.facts.get(OBSERVER) or {}) for step in training.ranks[0].steps]
     changed = [(number, one) for number, facts in noted for one in facts.get("changed", ())]
     if finding.outcome is not Outcome.PASSED or not changed:
@@ -42,9 +42,9 @@ def with_stages(training: RecordedTraining, finding: Finding) -> Finding:
 
 
 def with_losses(training: RecordedTraining, finding: Finding) -> Iterator[Finding]:
-    """Yield the finding about gradients that passed, or what is wrong with a function of the loss in its place.
+    """Yield the finding, or the failure of a function through which the loss communicates.
 
-    Gradients that are the mean of what backward passes computed are right only if those begin with the right ones.
+    The mean of what backward passes computed is right only if these passes begin with the right gradients.
     """
     relations = relations_of_losses(training)
     if finding.outcome is not Outcome.PASSED or not relations:
@@ -67,7 +67,7 @@ def with_losses(training: RecordedTraining, finding: Finding) -> Iterator[Findin
 
 
 def with_loss_of_all_ranks(training: RecordedTraining, finding: Finding, *, is_sum: bool) -> Finding:
-    """Return the finding of a joint forward that passed, or what is not known of a loss that all ranks compute alike.
+    """Return the finding of the joint forward, or what is wrong or unknown if all ranks compute the same loss.
 
     ``is_sum``: optimizers received the sum over ranks of what their backward passes computed.
     """
@@ -89,7 +89,7 @@ def with_loss_of_all_ranks(training: RecordedTraining, finding: Finding, *, is_s
 
 
 def relations_of_losses(training: RecordedTraining) -> Mapping[str, str]:
-    """Return how the backward of each function by which a loss communicates is related to its derivative."""
+    """Return how the backward of each function through which a loss communicates relates to its derivative."""
     relations: dict[str, str] = {}
     for _, one in _functions(training):
         if relations.get(one["function"]) != "part":

@@ -1,4 +1,4 @@
-"""Whether routers of experts are trained: their gradients, their balancing losses, tokens that no expert receives."""
+"""Checks routers of experts: their gradients, their balancing losses, and tokens that no expert receives."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from plumbline.report.text import listed, percent
 CHECK = "experts"
 
 _LEAST_STEPS = 3
-"""Steps without a gradient: experts may begin as zeros, and the rate may begin with 0, so that two have none."""
+"""Steps without a gradient from which a router is reported. Two can be right: experts may begin as zeros, and the
+learning rate may begin with 0."""
 
 _SAME_TOKEN = 2.0**-8
-"""Relative difference of the numbers of one token on two ranks: the last digits of bfloat16."""
+"""Relative difference of one token's numbers on two ranks: the last digits of bfloat16."""
 
 _NOISE = 2.0**-26
 """A gradient this much smaller in float64 than in the training's precision is rounding: half of float64's digits."""
 
 
 def judge_experts(training: RecordedTraining) -> Iterator[Finding]:
-    """Yield notes on routers: no gradient, a balancing loss that counts otherwise than the rest, tokens left out."""
+    """Yield notes on routers: no gradient, a balancing loss that is weighted unlike the main loss, unrouted tokens."""
     yield from failed_observers(training, CHECK, CHECK)
     if not any(_noted(one) for rank in training.ranks for one in passes_of(rank)):
         return
@@ -52,7 +53,7 @@ def _without_gradient(training: RecordedTraining) -> Iterator[Finding]:
                 routers.setdefault(router, {}).update(dict.fromkeys(facts["parameters"]))
                 moved.update(facts["moved"])
     for router, names in routers.items():
-        # What is only added to the scores, as a bias that balances experts, needs no gradient; the scores need one.
+        # A bias that balances experts is only added to the scores and needs no gradient. The scores need one.
         numbers = [_steps_without_gradient(training, name) for name in names]
         if names and not moved & names.keys() and all(one >= _LEAST_STEPS for one in numbers):
             yield headline_note(
@@ -64,7 +65,7 @@ def _without_gradient(training: RecordedTraining) -> Iterator[Finding]:
 
 
 def _steps_without_gradient(training: RecordedTraining, name: str) -> int:
-    """Return how many steps a parameter has taken without a gradient, 0 if it had one in any."""
+    """Return the number of steps of a parameter without a gradient, 0 if it had one in any step."""
     found = [(step, place) for rank in training.ranks for step, place in _steps_of(rank, name)]
     return len({step.number for step, _ in found}) if all(_has_no_gradient(*one) for one in found) else 0
 
@@ -110,7 +111,7 @@ def _without_effect(training: RecordedTraining) -> Iterator[Finding]:
 
 
 def _is_biased(noted: Sequence[Facts]) -> bool:
-    """Return whether a router holds a number without a gradient for each expert, which may balance them."""
+    """Return whether a router holds a number for each expert without a gradient, which may balance the experts."""
     return any(router["is_biased"] for facts in noted for router in facts["routers"].values())
 
 
@@ -132,27 +133,27 @@ def _weighed_otherwise(training: RecordedTraining) -> Iterator[Finding]:
 
 
 def _kinds(steps: Sequence[RecordedStep]) -> list[Facts]:
-    """Return the balancing losses that each pass of a step has, in their order; those of its first pass."""
+    """Return the balancing losses of the first pass in order; nothing if other passes of the step differ."""
     each = [_noted(one).get("balancing", []) for step in steps for one in step.passes]
     alike = {tuple((tuple(one["own"]), one["function"], one["times"]) for one in own) for own in each}
     return each[0] if len(alike) == 1 else []
 
 
 def _times(steps: Sequence[RecordedStep], kind: Facts, count: int) -> float:
-    """Return how many times its own coefficient a balancing loss counts in a step, as the mean over ranks."""
+    """Return the weight of a balancing loss in a step as a multiple of its coefficient, averaged over ranks."""
     place = _kinds(steps).index(kind)
     weight = sum(_noted(one)["balancing"][place]["weight"] / one.scale for step in steps for one in step.passes)
     own = kind["own"]
     if len(own) > 1 and count > 1 and equals(own[0], 1 / count):
-        own = own[1:]  # which divides by the number of micro-batches
+        own = own[1:]  # the first factor divides by the number of micro-batches
     elif count > 1 and any(equals(one, 1 / count) for one in own):
-        return math.nan  # which may do so, or be a coefficient
+        return math.nan  # one factor may do so, or be a coefficient
     product = math.prod(own)
     return factor_of(steps) * weight / len(steps) / product if product else math.nan
 
 
 def _told(kind: Facts, times: float, count: int, ranks: int) -> str:
-    """Return what is said of a balancing loss that counts so many times its coefficient; "" where that is right."""
+    """Return the note on a balancing loss with ``times`` times its coefficient, "" if that is right."""
     name = f"The balancing loss that {kind['function']} attaches" if kind["function"] else "The balancing loss"
     if math.isnan(times) or equals(times, 1.0):
         return ""
@@ -179,12 +180,12 @@ def _told(kind: Facts, times: float, count: int, ranks: int) -> str:
 
 
 def _is_power_of_two(number: float) -> bool:
-    """Return whether a factor may be a loss scale: others may be a coefficient that the function has itself."""
+    """Return whether a factor is a power of two, like a loss scale. Others may be a coefficient of the function."""
     return number > 0 and any(equals(math.frexp(number)[0], one) for one in (0.5, 1.0))
 
 
 def _total_of_means(steps: Sequence[RecordedStep]) -> float | None:
-    """Return the weight in a step of main losses that are means, None where they are not."""
+    """Return the total weight of the main losses in a step, None if they are not all means."""
     total = 0.0
     for step in steps:
         for one in step.passes:
@@ -216,7 +217,7 @@ def _left_out(training: RecordedTraining) -> Iterator[Finding]:
 
 
 def _disagreeing(training: RecordedTraining) -> Iterator[Finding]:
-    """Yield a note where ranks with one router, and the same samples in the first step, send them to other experts."""
+    """Yield a note if ranks with the same router and the same samples in the first step choose different experts."""
     if len(training.ranks) < 2 or rank_layout(training).is_data_parallel:
         return
     place, steps = next(common_steps(training), (0, {}))
@@ -246,7 +247,7 @@ def _apart(routers: Sequence[dict[str, Any]], unequal: set[str]) -> Iterator[tup
         if unequal & set(facts["parameters"]):
             continue
         noted = [_by_token(one[router]) for one in routers]
-        # Of one batch each rank may have its part of the tokens, as in sequence parallelism.
+        # Each rank may have its part of a batch's tokens, as in sequence parallelism.
         tokens = [
             [experts for _, experts in own]
             for own in zip(*noted, strict=False)
@@ -262,5 +263,5 @@ def _by_token(router: Facts) -> list[tuple[float, int | None]]:
 
 
 def _is_one(*tokens: float) -> bool:
-    """Return whether numbers are those of one token, up to rounding."""
+    """Return whether numbers belong to one token, up to rounding."""
     return max(tokens) - min(tokens) <= _SAME_TOKEN * max(map(abs, tokens))

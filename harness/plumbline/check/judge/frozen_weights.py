@@ -1,4 +1,4 @@
-"""Whether frozen weights stay what they are: optimizers that move them, adapters that are added to them."""
+"""Checks that frozen weights do not change: by an optimizer, or because adapters are merged into them."""
 
 from __future__ import annotations
 
@@ -39,15 +39,16 @@ def _unnoticed(training: RecordedTraining) -> list[str]:
 
 
 def _given_gradients(rank: int, every: Sequence[ObserverFacts]) -> set[str]:
-    """Return frozen parameters to which the script gives gradients of its own, as to the biases of a router."""
+    """Return frozen parameters whose gradients the script sets itself, such as the biases of a router."""
     within = [one.facts["within"] for one in every if one.rank == rank]
     return {name for own in within for name in own if own[name]["gradient"] == "own"}
 
 
 def _stepped(one: ObserverFacts, given: Collection[str]) -> Finding | None:
-    """Return what is wrong if a step that trains other parameters moves frozen ones, without a gradient of its own.
+    """Return the failure of a step that trains other parameters and moves frozen ones without a gradient of its own.
 
-    Not of those that are ``given`` gradients at other steps: they are trained, and may have a gradient of zero.
+    Parameters to which the script gives gradients at other steps (``given``) are trained, and are left out. Their
+    gradient may be zero.
     """
     within = one.facts["within"]
     kinds = {name: within[name]["gradient"] for name in within if name not in given}
@@ -74,9 +75,9 @@ def _trains(one: ObserverFacts) -> bool:
 
 
 def _changed_once(one: ObserverFacts, training: RecordedTraining) -> set[str]:
-    """Return frozen weights that change before this step of a rank, and not before others of which some are known.
+    """Return frozen weights that change before this step only, if the rank has at least three recorded steps.
 
-    Methods that move frozen weights along with adapters, as Delta-LoRA (arXiv 2309.02411), do so in each step.
+    Methods that move frozen weights along with adapters, such as Delta-LoRA (arXiv 2309.02411), do so in each step.
     """
     steps = next(rank.steps for rank in training.ranks if rank.rank == one.rank)
     moved = Counter(name for step in steps for name in (step.facts.get(OBSERVER) or {}).get("between", ()))
@@ -84,9 +85,9 @@ def _changed_once(one: ObserverFacts, training: RecordedTraining) -> set[str]:
 
 
 def _merged(one: ObserverFacts, once: Collection[str]) -> Finding | None:
-    """Return what is wrong if an adapter was added to the weights beside it, stays, and has gradients afterwards.
+    """Return the failure of an adapter that was added to its frozen weights, but stays and has gradients afterwards.
 
-    One that changed as well may have lost what was added.
+    An adapter that changed as well may have lost what was added.
     """
     changed = {one.parameter(number) for number in (one.step.facts.get(UPDATE) or {}).get("outside", ())}
     gradients = dict(zip([p.name for p in one.step.parameters], one.step.parts(one.step.received), strict=True))

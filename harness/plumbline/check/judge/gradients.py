@@ -1,4 +1,4 @@
-"""The gradients of a script, whose calls each rank computes again: right is the mean over ranks of what they give."""
+"""Judges a script's gradients against the mean over ranks of what its backward passes computed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _WITHOUT_WRAPPER: Mapping[str, str] = {
     "averaged-twice": "remove one of the two divisions",
     "some-micro-batches-not-synchronised": "reduce the gradients of all micro-batches",
 }
-"""What to do in a script that has no DistributedDataParallel, by the cause: advice about one would mislead."""
+"""Hints by cause for a script without DistributedDataParallel, where hints about that wrapper would mislead."""
 
 _SHARDED: Mapping[str, str] = {
     "not-synchronised": (
@@ -87,17 +87,17 @@ register(
 
 
 def judge_gradients(training: RecordedTraining) -> Iterator[Finding]:
-    """Yield one finding: all gradients are right, or the worst one and its cause; and which were not judged.
+    """Yield a verdict on all gradients, with the cause if one is wrong, and why others were not judged.
 
-    If the forward that all ranks compute together could be differentiated, it decides what is right: ranks that hold
-    parts of a model may well receive no mean of what their backward passes compute.
+    If the forward that all ranks compute together (the joint forward) could be differentiated, its derivative decides
+    what is right. Ranks that hold parts of a model need not receive the mean of what their backward passes compute.
     """
     if (stale := _stale(training)) is not None:
         yield stale
         return
     found = list(_compared(training))
     if not any(one.outcome is Outcome.FAILED for one in found):
-        # The mean over ranks of gradients that nothing has averaged is right all the same.
+        # A mean over ranks is right even if the script averaged nothing.
         instead = judge_replicated_gradients(training) or _edited_after_clipping(training)
         if instead is not None:
             others = [one for one in found if one.outcome is not Outcome.PASSED or isinstance(one, Information)]
@@ -106,7 +106,7 @@ def judge_gradients(training: RecordedTraining) -> Iterator[Finding]:
 
 
 def _edited_after_clipping(training: RecordedTraining) -> Finding | None:
-    """Return that gradients, which are compared as they were before clipping, were changed after it."""
+    """Return a finding if the script changed gradients after clipping. They are compared as they were before it."""
     steps = (step for rank in training.ranks for step in rank.steps if step.unclipped is not None)
     edited = [one.number for one in steps if (one.facts.get("clipping") or {}).get("edited")]
     why = "the script changes gradients after it clips them, possibly on purpose; before clipping they were right"
@@ -157,9 +157,9 @@ def _compared(training: RecordedTraining) -> Iterator[Finding]:
 
 
 def _of_hooks(training: RecordedTraining) -> Iterator[Finding]:
-    """Yield that hooks of the script run before gradients are reduced, where ranks reduce any.
+    """Yield a note if the script's hooks run on each rank before gradients are reduced.
 
-    A mean of clamped gradients is not the clamped mean, as it is for those of micro-batches.
+    The mean of clamped gradients is not the clamped mean. The same holds for the gradients of micro-batches.
     """
     hooked = max((step.facts.get("tensor_hooks", 0) for rank in training.ranks for step in rank.steps), default=0)
     if hooked and training.world_size > 1:
@@ -171,12 +171,12 @@ def _of_hooks(training: RecordedTraining) -> Iterator[Finding]:
 
 
 def _replays_decide(joint: JointTruth, truth: ReplayTruth, finding: Finding) -> Finding | None:
-    """Return what the replays find if they name a mistake that the joint forward leaves open; otherwise None.
+    """Return the finding of the replays if it names a mistake that the joint forward leaves open, otherwise None.
 
-    The joint forward leaves open what it names by elimination only. If it finds nothing wrong, it leaves open whether
-    parameters that may be replicas are averaged as such. Then the replays count only where it judged a sum over ranks,
-    or none of the parameters that they call wrong. They never count against parameters that it found right, where it
-    found others wrong.
+    The joint forward leaves a failure open if it names the cause by elimination only. If it finds nothing wrong, it
+    leaves open whether parameters that may be replicas are averaged as replicas. The replays then count only if the
+    joint forward judged a sum over ranks, or judged none of the parameters that the replays call wrong. If it found
+    some parameters wrong, the replays never count against parameters that it found right.
     """
     has_failed = finding.outcome is Outcome.FAILED
     if not (finding.cause in BY_ELIMINATION if has_failed else joint.may_be_replicas):
@@ -197,7 +197,7 @@ _UNREDUCED = ("not-synchronised", "some-parameters-not-synchronised", "exchanged
 
 
 def _of_different_batches(training: RecordedTraining, finding: Finding) -> Finding:
-    """Return a failure, explained by the batches where ranks hold parts of each layer and use other rows each."""
+    """Return the finding, or a failure that blames the batches if tensor-parallel ranks each use different rows."""
     if finding.cause not in _UNREDUCED or not _is_tensor_parallel(training) or not all_use_different_rows(training):
         return finding
     failed = failed_with_hint(
@@ -213,7 +213,7 @@ def _of_different_batches(training: RecordedTraining, finding: Finding) -> Findi
 
 
 def _is_tensor_parallel(training: RecordedTraining) -> bool:
-    """Return whether DTensors divide the layers of every module over all ranks, and nothing else does."""
+    """Return whether DTensors shard the layers of every module over all ranks, and FSDP shards none."""
     modules = [module for rank in training.ranks for module in (rank.facts.get(LAYOUT) or {}).get("modules", ())]
     layouts = [set(module["layouts"]) for module in modules if module["layouts"]]
     in_parts = ["1: Shard" in one and one <= {"1: Replicate", "1: Shard"} for one in layouts]
@@ -230,7 +230,7 @@ def _wrong_parameters(truth: ReplayTruth) -> Iterator[tuple[str, int]]:
 
 
 class ReplayTruth(Truth[ReceivedGradient]):
-    """What each optimizer received, against the mean over ranks of what the backward passes of its step computed."""
+    """Compares what each optimizer received with the mean over ranks of what the step's backward passes computed."""
 
     def __init__(self, training: RecordedTraining) -> None:
         self.training = training
@@ -260,9 +260,9 @@ class ReplayTruth(Truth[ReceivedGradient]):
         return not_judged(CHECK, IN_PARTS, wrong[0].step.number) if any(case.parts for case in wrong) else finding
 
     def evidence(self, wrong: Sequence[ReceivedGradient]) -> GradientEvidence[ReceivedGradient]:
-        """Return the wrong gradients alone: at which steps a mistake has an effect is not known of a script."""
+        """Return only the wrong gradients: for a script, it is unknown at which steps a mistake has an effect."""
         factor = statistics.median(map(_factor, wrong))
-        # What the step before the first recorded one has left in the gradients is unknown.
+        # It is unknown what the step before the first recorded one left in the gradients.
         known = [case for case in wrong if case.has_earlier_step or not case.step.number]
         return GradientEvidence([replace(case, factor=factor) for case in up_to_clipping(known or wrong)])
 

@@ -1,4 +1,4 @@
-"""One parameter's gradient at one step, against a derivative of the forward that all ranks compute together."""
+"""One parameter's gradient at one step, compared with the derivative of the joint forward of all ranks."""
 
 from __future__ import annotations
 
@@ -18,22 +18,25 @@ from plumbline.report.text import listed
 class JointGradient(GradientCase):
     """What the optimizers on ``ranks`` received for one parameter, along a random direction.
 
-    ``received``, ``left`` and ``shares`` are scalar products with the direction: of what was received, of what the step
-    before left in the gradient, and of what each rank and each of its backward passes adds to the right one.
-    ``left_in_parts``: the share of ``left`` in parameters that have only one copy.
-    ``others`` are the same of parameters that were right at this step, each along a direction through several: a
-    mistake in all parameters has to predict them as well. ``began_alike``: other ranks began with the same values of a
-    parameter of this name, and received another gradient for it: there are ``copies`` times as many of it as
-    received this one. ``with_all_copies`` has the same along a direction through all of them, and the shares ``own`` of
-    this one.
-    ``one_gradient``: ranks that hold different parts received the same for them. ``own_path``: the name of a parameter
-    whose copies receive only what flows through each rank's own part of the model. ``functions`` communicate in the
-    forward, and their backward is not its derivative. ``parts``: what each rank that holds a part of the parameter
-    received for it, what the rank's own loss adds to the right one, and the noise of both. ``in_pieces``: optimizers
-    step copies of the parameter. ``clipped_apart``: ranks made what they hold shorter, to one length each. ``losses``
-    counts the ranks that compute a loss, over which gradients are averaged. ``has_last_pass_apart``: the
-    last backward pass was not reduced, as all wrong gradients together show. ``has_left_over``: together they show that
-    the step before is in them.
+    ``received``, ``left`` and ``shares`` are scalar products with the direction. ``received``: the gradient that the
+    optimizers received. ``left``: what the previous step left in the gradient. ``shares``: what each backward pass of
+    each rank adds to the right gradient. ``left_in_parts``: the share of ``left`` in parameters that have only one
+    copy. ``others``: the same numbers for parameters that were right at this step, each along a direction through
+    several of them. A mistake in all parameters must predict these as well. ``losses``: the number of ranks that
+    compute a loss, over which gradients are averaged.
+
+    ``began_alike``: other ranks began with the same values of a parameter of this name, but received a different
+    gradient. ``copies``: the ratio of all such copies to those that received this gradient. ``with_all_copies``: the
+    same numbers along a direction through all copies, with the shares of this copy in ``own``. ``own_path``: the name
+    of a parameter whose copies receive only what flows through each rank's own part of the model. ``one_gradient``:
+    ranks that hold different parts received the same gradient. ``parts``: for each rank that holds a part of the
+    parameter, what it received, what its own loss adds to the right gradient, and the noise of both. ``in_pieces``:
+    optimizers step copies of the parameter.
+
+    ``functions``: functions that communicate in the forward and whose backward is not the derivative.
+    ``clipped_apart``: ranks clipped their parts separately, each to the same norm. ``has_last_pass_apart``: all wrong
+    gradients together show that the last backward pass was not reduced. ``has_left_over``: all wrong gradients together
+    show that they contain the previous step's.
     """
 
     index: int
@@ -64,7 +67,7 @@ class JointGradient(GradientCase):
 
     @classmethod
     def of(cls, index: int, wrong: Facts, found: Facts, window: int) -> JointGradient:
-        """Return a wrong gradient as a rank recorded it among the facts of a step."""
+        """Return a wrong gradient from the facts that a rank recorded about a step."""
         every = found["wrong"]
         factors = [one["received"] / one["right"] if one["right"] else math.inf for one in every]
         first = factors[0]
@@ -100,41 +103,41 @@ class JointGradient(GradientCase):
 
     @property
     def is_a_copy(self) -> bool:
-        """Whether each of several copies received its own share of the gradient only."""
+        """Whether this is one of several copies, and received only its own share of the gradient."""
         own = SomeParameters(scaled(self.copies))
         return self.began_alike and all(misfit <= self.limit for misfit in self.misfits(own))
 
     @property
     def is_of_some_ranks(self) -> bool:
-        """Whether ranks share a gradient that lacks the parts of others with a copy."""
+        """Whether several ranks share a gradient that lacks the shares of other ranks with a copy."""
         return self.is_a_copy and not self.may_be_whole and len(self.ranks) > 1
 
     @property
     def is_whole(self) -> bool:
-        """Whether this is one of several copies, and was seen to receive the gradient of all of them."""
+        """Whether this is one of several copies, and clearly received the gradient of all of them."""
         is_seen = abs(self.of_all_copies - self.own_alone) > 2 * self._within
         return bool(self.with_all_copies) and is_seen and self.may_be_whole
 
     @property
     def may_be_whole(self) -> bool:
-        """Whether what was received is the gradient of all copies, or may be for all that is known."""
+        """Whether the received gradient is that of all copies, within the noise."""
         within = self.limit_x_noise * self.noise_along_copies
         return abs(self.received_along_copies - self.of_all_copies) <= within
 
     @property
     def may_have_its_last_pass_apart(self) -> bool:
-        """Whether the last backward pass of each rank may count as if it was not reduced, unlike those before it."""
+        """Whether the gradient fits a last backward pass that was not reduced, unlike the passes before it."""
         has_others = any(len(rank) > 1 for rank in self._along_copies["shares"])
         return has_others and abs(self.received_along_copies - self.last_pass_apart) <= self._within
 
     @property
     def shows_its_last_pass(self) -> bool:
-        """Whether neither the whole gradient nor each copy's own would have looked like that."""
+        """Whether ``last_pass_apart`` is clearly different from both the gradient of all copies and the copy's own."""
         return all(abs(one - self.last_pass_apart) > 2 * self._within for one in (self.of_all_copies, self.own_alone))
 
     @property
     def _along_copies(self) -> Facts:
-        """What was received along a direction through all copies, or that of this parameter if there are none."""
+        """The measurements along a direction through all copies, or through this parameter if it has no copies."""
         alone = {"received": self.received, "shares": self.shares, "own": self.shares, "noise": self.noise}
         return self.with_all_copies or alone
 
@@ -153,12 +156,12 @@ class JointGradient(GradientCase):
 
     @property
     def own_alone(self) -> float:
-        """What a copy receives that is reduced with no other."""
+        """What a copy receives if it is not reduced with any other."""
         return self._own_factor * math.fsum(map(math.fsum, self._along_copies["own"]))
 
     @property
     def last_pass_apart(self) -> float:
-        """What a copy receives whose last backward pass alone is reduced with no other."""
+        """What a copy receives if only its last backward pass is not reduced with any other."""
         reduced = [share for rank in self._along_copies["shares"] for share in rank[:-1]]
         return math.fsum([*reduced, *(self._own_factor * rank[-1] for rank in self._along_copies["own"] if rank)])
 
@@ -172,7 +175,7 @@ class JointGradient(GradientCase):
 
     @property
     def is_of_the_holders_samples(self) -> bool:
-        """Whether each rank's part has the gradient of that rank's own loss alone, or of its share in the mean."""
+        """Whether each rank's part has the gradient of that rank's own loss only, or of its share in the mean."""
         limit = self.limit_x_noise
         return any(abs(own) > limit * noise for _, own, noise in self.parts) and any(
             all(abs(received - factor * own) <= limit * factor * noise for received, own, noise in self.parts)
@@ -221,9 +224,9 @@ class JointGradient(GradientCase):
         return self._misfit(scaled(1.0)) <= self.limit
 
     def misfits(self, prediction: Combination | SomeParameters | Match) -> Iterator[float]:
-        """Yield how far the gradient is from a prediction, and those of right parameters if it is about all.
+        """Yield the misfit of a prediction; one about all parameters must also fit those that were right.
 
-        Rounding may hide in them what the step before left. Other mistakes change every gradient that can be seen.
+        Rounding can hide in these what the previous step left. Other mistakes change every gradient that can be seen.
         """
         if isinstance(prediction, Match):
             yield 0.0
@@ -268,7 +271,7 @@ class JointGradient(GradientCase):
 
 
 def _scaled_again(case: GradientCase) -> Iterator[Combination]:
-    """Predict that a schedule, at the end of each window, divides what earlier windows of the step left as well."""
+    """Predict that a pipeline schedule, at the end of each window, also divides what earlier windows left."""
     count = case.micro_batches
     for windows in (one for one in range(2, count) if count % one == 0):
         size = count // windows

@@ -1,4 +1,4 @@
-"""Factors in gradients, against the joint forward: which steps were only clipped, and by which norms."""
+"""Common factors of gradients in the joint forward: which steps were only clipped, and by which norms."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from plumbline.check.judge.model_parts import OBSERVER
 
 @dataclass(frozen=True)
 class ScaledStep:
-    """A step whose gradients are right but for one factor.
+    """A step whose gradients are right up to one factor.
 
-    ``norms`` are the smallest and the largest norm that they may have together. ``limit`` is that of the trainer that
-    steps the optimizer, None if it does not say one.
+    ``norms`` are the smallest and the largest possible norm of all gradients. ``limit`` is the clipping limit of the
+    trainer that steps the optimizer, None if the trainer does not state one.
     """
 
     factor: float
@@ -26,18 +26,18 @@ class ScaledStep:
 
     @property
     def is_at_the_limit(self) -> bool:
-        """Whether the gradients are as long as the trainer's limit."""
+        """Whether the norm of the gradients is the trainer's limit."""
         return self.limit is not None and any(are_one([norm, self.limit]) for norm in self.norms)
 
 
 def factor_in(step: RecordedStep) -> float | None:
-    """Return the factor in all gradients of a step as the joint forward shows it, None where it shows none."""
+    """Return the common factor of a step's gradients that the joint forward shows, None if it shows none."""
     scaled = (step.facts.get(OBSERVER) or {}).get("scaled")
     return None if scaled is None else float(scaled["factor"])
 
 
 def without_loss_scale(found: Facts, scale: float) -> Facts:
-    """Return what the joint forward shows of a step whose gradients were divided by a loss scale."""
+    """Return the joint forward's facts of a step, corrected for a loss scale by which gradients were divided."""
     scaled = found["scaled"]
     factor = scaled["factor"] * scale
     others = {key: value for key, value in found.items() if key != "scaled"}
@@ -50,9 +50,9 @@ def without_loss_scale(found: Facts, scale: float) -> Facts:
 
 
 def scaled_by_mistake(steps: Sequence[RecordedStep]) -> Mapping[int, Facts]:
-    """Return, by the number of the step, what is wrong where a factor in all gradients is not that of clipping.
+    """Return, by step number, what is wrong in steps whose common factor does not come from clipping.
 
-    Clipped gradients are shorter than right ones, and as long as the trainer's limit, or of one length at several
+    Clipped gradients are shorter than right ones, and have the trainer's limit as norm, or the same norm at several
     steps.
     """
     scaled = _scaled_steps(steps)
@@ -60,7 +60,7 @@ def scaled_by_mistake(steps: Sequence[RecordedStep]) -> Mapping[int, Facts]:
     are_clipped = (
         len(shorter) > 1
         and any(are_one([one.norms[place] for one in shorter]) for place in (0, 1))
-        and not are_one([one.factor for one in shorter])  # one factor at every step is no clipping
+        and not are_one([one.factor for one in shorter])  # the same factor at every step is not clipping
     )
     clipped = {number for number, one in scaled.items() if one.factor < 1 and (one.is_at_the_limit or are_clipped)}
     return {
@@ -71,7 +71,7 @@ def scaled_by_mistake(steps: Sequence[RecordedStep]) -> Mapping[int, Facts]:
 
 
 def _scaled_steps(steps: Sequence[RecordedStep]) -> Mapping[int, ScaledStep]:
-    """Return the steps by their numbers; an optimizer's last one of a number has the norms of all its parts."""
+    """Return the steps by number. Of several steps with one number, the last one has the norms of all parts."""
     found = {}
     for step in steps:
         if (factor := factor_in(step)) is not None:
@@ -81,10 +81,10 @@ def _scaled_steps(steps: Sequence[RecordedStep]) -> Mapping[int, ScaledStep]:
 
 
 def are_clipped_apart(found: Facts, lengths: Sequence[float]) -> bool:
-    """Return whether groups of ranks scaled the gradients of their parts, each by a factor of its own, to one length.
+    """Return whether groups of ranks scaled the gradients of their parts to one norm, each by its own factor.
 
-    ``lengths`` are the norms of what each rank's optimizers received. Copies of whole parameters are left out: what
-    each of them should receive is not in ``found``.
+    ``lengths`` are the norms of what each rank's optimizers received. Copies of whole parameters are left out, because
+    ``found`` does not say what each of them should receive.
     """
     limit = found["limit"]
     if any(abs(one["received"]) > 2 * limit * one["noise"] for one in found["right"]):

@@ -1,4 +1,7 @@
-"""The gradients of ranks that compute one forward together: right is its derivative, by central differences."""
+"""Judges gradients against the joint forward: the forward that all ranks compute together.
+
+The right gradient is its derivative, by central differences.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ from plumbline.report.text import listed
 CHECK = "gradients"
 
 BY_ELIMINATION = ("some-tensors-scaled", "exchanged-otherwise", UNEXPLAINED)
-"""Causes that a script's own code may have made on purpose."""
+"""Causes that are named by elimination only, and that a script's own code may intend."""
 
 _SCALED = ", up to one common factor, which clipping explains"
 
@@ -48,12 +51,12 @@ _IN_PLACE = "; in-place collectives in the forward count as constants, because a
 
 
 class JointTruth(Truth[JointGradient]):
-    """What all optimizers received, along random directions, against the derivative of the joint forward."""
+    """Compares what all optimizers received with the derivative of the joint forward, along random directions."""
 
     def __init__(self, training: RecordedTraining) -> None:
         self.training = training
         first = training.ranks[0]
-        # The same on all ranks: they exchanged what they found.
+        # All ranks have the same facts, because they exchanged them.
         found = [(step.number, step.facts.get(OBSERVER)) for step in first.steps]
         self.compared = [(number, one) for number, one in found if one and "judged" in one]
         wrong = {number for number, one in self.compared if one["wrong"]}
@@ -69,7 +72,7 @@ class JointTruth(Truth[JointGradient]):
 
     @property
     def cases(self) -> Sequence[JointGradient]:
-        """The wrong gradients of the first step that has any: later steps begin at weights that are wrong."""
+        """The wrong gradients of the first step that has any. Later steps begin with wrong weights."""
         window = max((len(one) for _, found in self.compared for one in _passes(found)), default=1)
         for number, found in self.compared:
             wrong = [each for other, each in self.compared if other == number and each["wrong"]]
@@ -92,17 +95,17 @@ class JointTruth(Truth[JointGradient]):
 
     @cached_property
     def judged(self) -> frozenset[tuple[str, int]]:
-        """The names and ranks of parameters whose gradient was compared with one that is not zero."""
+        """The names and ranks of parameters whose gradient was compared with a nonzero one."""
         return self._members("judged")
 
     @cached_property
     def alike(self) -> frozenset[tuple[str, int]]:
-        """Those that are the same on several ranks, and right only if each is a part of its own."""
+        """Parameters that are equal on several ranks, and are right only if each is a separate part."""
         return self._members("alike") - self.judged
 
     @cached_property
     def doubtful(self) -> frozenset[tuple[str, int]]:
-        """Those that may be copies of one parameter or parts of one, in every step."""
+        """Parameters that, in every step, may be either copies of one parameter or parts of one."""
         return self._members("doubtful") - self.judged
 
     @property
@@ -116,7 +119,7 @@ class JointTruth(Truth[JointGradient]):
         return any(one in self.judged for one in parameters)
 
     def has_found_right(self, parameters: Iterable[tuple[str, int]]) -> bool:
-        """Return whether any of them was compared with the joint forward, and is not among those that are wrong."""
+        """Return whether any of the parameters was compared with the joint forward and was not found wrong."""
         wrong = {(one["name"], rank) for _, found in self.compared for one in found["wrong"] for rank in one["ranks"]}
         return any(
             (name, rank) in self.judged and (name.partition("[")[0], rank) not in wrong for name, rank in parameters
@@ -124,7 +127,7 @@ class JointTruth(Truth[JointGradient]):
 
     @cached_property
     def unsearched(self) -> frozenset[tuple[str, int]]:
-        """Those that the search for wrong ones did not reach."""
+        """Parameters that the search for wrong ones did not reach."""
         return self._members("unsearched") - self.judged
 
     def _members(self, kind: str) -> frozenset[tuple[str, int]]:
@@ -179,7 +182,7 @@ class JointTruth(Truth[JointGradient]):
         )
 
     def _not_zeroed(self) -> Finding:
-        """Return what is wrong if rounding hides the previous step's gradients in each single direction.
+        """Return the failure where gradients were not zeroed, but rounding hides that in each single direction.
 
         Clipped gradients are small enough for that.
         """
@@ -195,9 +198,9 @@ class JointTruth(Truth[JointGradient]):
         )
 
     def _counted_by_every_rank(self) -> Finding:
-        """Return what is wrong if each rank computes the same loss, and gradients are those of the sum.
+        """Return the failure where each rank computes the same loss, and gradients are those of the sum.
 
-        Not where the loss is unknown: it may be divided by the number of ranks.
+        If the loss is unknown, it is not judged: it may be divided by the number of ranks.
         """
         world = self.losses
         if is_loss_divided(self.training.ranks) is None:
@@ -219,7 +222,7 @@ class JointTruth(Truth[JointGradient]):
         )
 
     def _summed(self) -> Finding:
-        """Return what is wrong if gradients are those of the sum of losses, none of which is divided."""
+        """Return the failure where gradients are those of the sum of the ranks' losses, none of which is divided."""
         return failed_with_hint(
             CHECK,
             f"gradients are the sum over {self.losses} ranks, not their mean, and no rank divides its loss",
@@ -230,7 +233,7 @@ class JointTruth(Truth[JointGradient]):
         )
 
     def _multiplied_by_hand(self) -> Finding | None:
-        """Return why gradients that the script multiplies are not judged, None if its losses have the weight 1 then."""
+        """Return why gradients that the script multiplies are not judged, None if its losses then have the weight 1."""
         if not self.is_by_hand:
             return None
         if self._is_clipped_by_hand:
@@ -250,7 +253,7 @@ class JointTruth(Truth[JointGradient]):
 
     @property
     def _is_clipped_by_hand(self) -> bool:
-        """Whether the script made gradients of several steps shorter, by other factors, to one length."""
+        """Whether the script shortened the gradients of several steps to one norm, by different factors."""
         shorter = [
             (found["by_hand"], found["norms"])
             for _, found in self.compared
@@ -260,7 +263,7 @@ class JointTruth(Truth[JointGradient]):
         return len(shorter) > 1 and is_one_length and not are_one([factor for factor, _ in shorter])
 
     def _not_averaged(self, own: Sequence[tuple[str, Sequence[int]]]) -> Finding:
-        """Return what is wrong if each replica uses, and trains, only its own copy of some parameters."""
+        """Return the failure where each replica uses and trains only its own copy of some parameters."""
         name, ranks = own[0]
         return failed_with_hint(
             CHECK,
@@ -275,7 +278,7 @@ class JointTruth(Truth[JointGradient]):
         )
 
     def _not_added(self, step: int, pair: Sequence[tuple[str, int]]) -> Finding:
-        """Return what is wrong if stages train copies of a weight that they share, each with its own gradient."""
+        """Return the failure where pipeline stages train copies of a tied weight, each with its own gradient."""
         (name, rank), (other, other_rank) = pair
         return failed_with_hint(
             CHECK,
@@ -301,7 +304,7 @@ class JointTruth(Truth[JointGradient]):
 
     @property
     def _measured(self) -> list[Facts]:
-        """All directions but those through one of several copies: their errors may be the shares of other copies."""
+        """All directions except those through one of several copies, whose errors may be the shares of other copies."""
         found = [one for _, step in self.compared for one in (*step["right"], *step["unconfirmed"])]
         return found + [one for _, step in self.compared for one in step["wrong"] if not one["began_alike"]]
 
@@ -309,8 +312,8 @@ class JointTruth(Truth[JointGradient]):
         return [name for number, found in self.compared if number == index for name, _ in found["doubtful"]]
 
     def conclude(self, finding: Finding, wrong: Sequence[JointGradient]) -> Finding:
-        """Accuse nothing that the script's own code may have meant."""
-        # Where every wrong parameter may be a copy, the cause is only that these have different gradients.
+        """Withdraw a failure that the script's own code may intend."""
+        # If every wrong parameter may be a copy, the only evidence is that the copies have different gradients.
         is_of_copies = finding.cause == "parts-of-a-sum" and all(case.began_alike for case in wrong)
         if finding.cause not in BY_ELIMINATION and not is_of_copies:
             return finding
@@ -338,7 +341,7 @@ def _is_changed(training: RecordedTraining, index: int | None) -> bool:
 
 
 def _is_exchanged(training: RecordedTraining, arrived: Sequence[ReceivedGradient], wrong: JointGradient) -> bool:
-    """Return whether the script did nothing to a gradient but to exchange it between ranks, or to leave it as it is."""
+    """Return whether the script at most exchanged a gradient between ranks."""
     own = [
         ReceivedGradient(place, rank.rank, {rank.rank: step})
         for rank in training.ranks

@@ -39,12 +39,12 @@ class JudgedGradients:
 
     @property
     def cases(self) -> list[ReceivedGradient]:
-        """All of them."""
+        """All received gradients, judged or not."""
         return self.judged + [case for cases in self.unjudged.values() for case in cases]
 
     @property
     def with_gradients_of_other_steps(self) -> list[str]:
-        """The names of parameters in whose gradients passes count that belong to another optimizer's step."""
+        """Names of parameters whose gradients include backward passes that belong to another optimizer's step."""
         names: dict[str, None] = {}
         for case in self.judged:
             counted = set(map(id, case.step.passes))
@@ -56,7 +56,7 @@ class JudgedGradients:
 
 
 def judged_gradients(training: RecordedTraining) -> JudgedGradients:
-    """Return every rank's gradient of each step that was taken, where all ranks recorded the step."""
+    """Return every rank's gradient of each step that was taken and that all ranks recorded."""
     judged: list[ReceivedGradient] = []
     unjudged: dict[str, list[ReceivedGradient]] = {}
     communicates = forward_communicates(training)
@@ -74,9 +74,9 @@ def judged_gradients(training: RecordedTraining) -> JudgedGradients:
 
 
 def with_other_passes(case: ReceivedGradient) -> ReceivedGradient:
-    """Return the case with the passes of other optimizers' steps as its own, where only that is right.
+    """Return the case with the backward passes of other optimizers' steps as its own, if it is right only with them.
 
-    They left gradients in the same parameters, and nobody zeroed them: two optimizers may step at different
+    These passes left gradients in the same parameters, and nothing zeroed them. Two optimizers may step at different
     frequencies.
     """
     if not any(step.other_passes for step in case.ranks.values()) or case.fit(RIGHT).holds:
@@ -128,7 +128,7 @@ def _received_gradients(
 
 
 def _of_what_it_holds(rank: int, steps: Mapping[int, RecordedStep]) -> Mapping[int, RecordedStep]:
-    """Return the steps of all ranks as they concern the parameters, or pieces of them, that one rank updates."""
+    """Return the steps of all ranks, restricted to the parameters, or pieces of them, that one rank updates."""
     own = steps[rank].parameters
     numbers = [number for number, one in enumerate(own) if one.is_held]
     return steps if len(numbers) == len(own) else {other: step.only(numbers) for other, step in steps.items()}
@@ -142,7 +142,7 @@ def _windows(training: RecordedTraining) -> Mapping[int, int]:
 
 
 def requested_divisor(training: RecordedTraining) -> float | None:
-    """Return by what the script has FSDP2 divide all sums of gradients over ranks, None where FSDP2 chooses."""
+    """Return the number by which the script makes FSDP2 divide gradient sums over ranks, None if FSDP2 chooses it."""
     modules = [one for rank in training.ranks for one in rank.facts.get("parallelism", {}).get("modules", ())]
     divisors = {divisor for module in modules for divisor in module.get("divisors", ())}
     return divisors.pop() * training.world_size if len(divisors) == 1 else None
@@ -166,7 +166,7 @@ def _why_unjudged(case: ReceivedGradient, recorded: Mapping[int, RecordedStep]) 
 
 
 def _is_alike_on_all_ranks(case: ReceivedGradient) -> bool:
-    """Return whether all ranks compute the same gradients, bit for bit: no reduction over them can be seen."""
+    """Return whether all ranks compute the same gradients, bit for bit, so that a reduction over them is invisible."""
     own = [case.value(Combination(only({rank}))) for rank in case.ranks]
     return case.world > 1 and all(not bool((case.norms(one - own[0]) * case.compared).any()) for one in own)
 
@@ -182,7 +182,7 @@ def _why_nothing_arrived(case: ReceivedGradient) -> str:
 
 
 def _is_reduced_in_step(place: int, steps: Mapping[int, RecordedStep]) -> bool:
-    """Return whether ranks step with gradients of their own and make the same weights of them, by communication."""
+    """Return whether ranks step with different gradients, but communicate and end up with the same weights."""
     if not all(_communicates(step) for step in steps.values()):
         return False
     weights = list(weights_at(place, steps))

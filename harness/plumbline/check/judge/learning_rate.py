@@ -1,4 +1,4 @@
-"""Do all ranks of a script step with the same learning rates, and what else is notable about its schedule?"""
+"""Checks that all ranks of a script step with the same learning rates, and notes what is unusual."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ OBSERVER = "learning-rate"
 
 
 def judge_learning_rate(training: RecordedTraining) -> Iterator[Finding]:
-    """Yield where rates differ between ranks, where schedules move on with micro-batches, and what else is notable."""
+    """Yield rates that differ between ranks, schedules that advance with micro-batches, and what else is notable."""
     different, are_compared = None, False
     if not ranks_begin_apart(training):
         case_of = partial(LearningRateCase, training)
         different = wrong_rates(training, _rates_of_the_first_rank, "the first rank's", case_of, PRECISION)
-        # A multiple of float64's roundings would tell nobody how far two rates are apart.
+        # A difference of rates in multiples of float64 rounding would not be meaningful to users.
         different = different and replace(different, error_x_noise=None, limit_x_noise=None)
         are_compared = all(
             len(_rates_of_the_first_rank(ranks)) == training.world_size - 1 for ranks in training.steps_side_by_side

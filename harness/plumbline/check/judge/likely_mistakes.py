@@ -13,7 +13,7 @@ from plumbline.report.text import listed
 
 
 def judge_lost_ties(training: RecordedTraining) -> Iterator[Finding]:
-    """Yield a note for each tie that is lost; the first rank's are those of all."""
+    """Yield a note for each lost tie. The first rank's ties are those of all ranks."""
     yield from failed_observers(training, "ties", "update")
     facts = training.ranks[0].facts.get("ties") or {}
     lost = [tuple(pair) for pair in facts.get("lost", ())]
@@ -50,7 +50,7 @@ def judge_unused_losses(training: RecordedTraining) -> Iterator[Finding]:
 
 
 def judge_gathered_outputs(training: RecordedTraining) -> Iterator[Finding]:
-    """Yield a note on forwards and losses that use what other ranks computed as constants."""
+    """Yield a note on forwards and losses that use other ranks' outputs as constants."""
     yield from failed_observers(training, "gathered-outputs", "objective")
     is_received = any((step.facts.get(JOINT) or {}).get("leaves_out") for step in training.ranks[0].steps)
     if is_received or any((rank.facts.get("gathered-outputs") or {}).get("used") for rank in training.ranks):
@@ -90,9 +90,9 @@ def judge_rounded_updates(training: RecordedTraining) -> Iterator[Finding]:
 
 
 def _are_lost(one: ObserverFacts) -> bool:
-    """Say whether a step changes fewer than half of the entries, and makes less than half of the update that is due.
+    """Return whether a step changes fewer than half of the entries, and makes less than half of the right update.
 
-    Only of torch's own optimizers: others may keep what is rounded away, or the weights themselves in float32.
+    Only torch's own optimizers are judged: others may keep what is rounded away, or the weights, in float32.
     """
     update = one.step.facts.get("update", {})
     if not update.get("of_torch") or not one.facts["due"] or 2 * one.facts["moved"] >= one.facts["due"]:
@@ -103,7 +103,7 @@ def _are_lost(one: ObserverFacts) -> bool:
 
 
 def _warms_up(steps: list[ObserverFacts]) -> bool:
-    """Say whether the learning rate grows: the updates that count are still to come."""
+    """Return whether the learning rate grows, so that the larger updates are still to come."""
     rates = [one.step.facts.get("learning-rate", {}).get("rates", []) for one in steps]
     return any(later > before for one, other in pairwise(rates) for before, later in zip(one, other, strict=False))
 

@@ -1,4 +1,4 @@
-"""Loss scales of trainers that have a scaler of their own: DeepSpeed's, Apex's and Megatron's step master weights."""
+"""Loss scales of trainers with their own scaler and master weights: DeepSpeed, Apex and Megatron."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from plumbline.check.judge.step_objective import (
 )
 
 LEAST = 256
-"""A power of two from which the weight of losses is taken for a loss scale. Chosen: smaller ones may be numbers of
+"""Smallest power of two at which the weight of losses counts as a loss scale. Chosen: smaller ones may be numbers of
 micro-batches or ranks."""
 
 
 def with_own_loss_scales(training: RecordedTraining) -> RecordedTraining:
-    """Return a training whose backward passes have the scale by which a trainer's own scaler multiplied their losses.
+    """Return a training whose backward passes have the loss scale of the trainer's own scaler.
 
-    Losses that count 4096-fold in all have a scale of 4096 if master weights receive a 4096th of their gradient. They
-    receive another part of it if they are wrong or clipped. A large power of two is taken for a scale even then.
+    Losses with a total weight of 4096 have a scale of 4096 if master weights receive 1/4096 of their gradient. If
+    gradients are wrong or clipped, the fraction differs. A large power of two counts as a scale even then.
     """
     scales: dict[tuple[int, int], float] = {}
     for steps in steps_together(training.ranks):
@@ -44,9 +44,9 @@ def with_own_loss_scales(training: RecordedTraining) -> RecordedTraining:
 
 @dataclass(frozen=True)
 class Division:
-    """Master weights receive their gradients divided by the same number at every step, which clipping does not do.
+    """A division of all master weights' gradients by the same number at every step, which clipping does not do.
 
-    ``weight`` is what the losses of a step count in all; None where a pass has no loss function of torch, or several.
+    ``weight`` is the total weight of a step's losses; None if a pass has no torch loss function, or several.
     """
 
     divisor: float
@@ -54,9 +54,9 @@ class Division:
 
 
 def division(training: RecordedTraining) -> Division | None:
-    """Return by what the gradients of all master weights are divided, None without one number above 1.
+    """Return the division of the gradients of all master weights, None without a single divisor above 1.
 
-    Where gradients are equally long at all steps, they may have been clipped.
+    None also if gradients have the same norm at all steps, because they may have been clipped.
     """
     together = [steps for steps in steps_together(training.ranks) if steps[0].is_in_pieces]
     multiples = [_multiple(steps) for steps in together]
@@ -70,13 +70,13 @@ def division(training: RecordedTraining) -> Division | None:
 
 
 def _multiple(steps: Sequence[RecordedStep]) -> float:
-    """Return which multiple of the right gradients optimizers received; NaN if it is none."""
+    """Return which multiple of the right gradients optimizers received; NaN if it is not a multiple."""
     factor = factor_in(steps[0])
     return multiple_of(steps) if factor is None else factor
 
 
 def _own_objective(steps: Sequence[RecordedStep]) -> StepObjective | None:
-    """Return the objective of a step of master weights, None where it is not known or torch's scaler is in it."""
+    """Return the objective of a step of master weights, None if it is unknown or torch's scaler scaled the loss."""
     if not all(step.is_in_pieces and all(one.scale == 1 for one in step.passes) for step in steps):
         return None
     return objective_of_losses(steps)
@@ -92,7 +92,7 @@ def _is_scaled(objective: StepObjective, multiple: float) -> bool:
 
 
 def _near_power_of_two(number: float) -> float:
-    """Return the power of two that a scale is, known from gradients that were rounded, or the number as it is."""
+    """Return the nearest power of two if a scale, known from rounded gradients, equals it; otherwise the number."""
     return power if equals(number, power := _power_of_two(number)) else number
 
 

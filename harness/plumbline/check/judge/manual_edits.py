@@ -1,4 +1,4 @@
-"""What a script does to gradients itself, between the backward pass and the step: much of it is meant."""
+"""What a script itself does to gradients between the backward pass and the step; much of it is intended."""
 
 from __future__ import annotations
 
@@ -25,21 +25,22 @@ from plumbline.report.text import listed
 MULTIPLES = frozenset(
     {"summed-over-ranks", "averaged-twice", "divided-by-another-count", "divided-twice", "not-divided-by-micro-batches"}
 )
-"""Causes that are one factor: right if the loss is divided accordingly."""
+"""Causes that amount to one factor, which is right if the loss is divided accordingly."""
 
 SAME_LENGTH = 1e-3
-"""Relative difference up to which two lengths are one limit of clipping, and two factors one.
+"""Relative difference up to which two norms are one clipping limit, and two factors are one.
 
-Chosen: scripts compute norms in float32, some over many entries. Gradients of one length at all steps are excused as
-clipped by hand, so a larger number would excuse more.
+Chosen: scripts compute norms in float32, some over many entries. Gradients with the same norm at all steps are excused
+as clipped by hand, so a larger number would excuse more.
 """
 
 
 def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], training: RecordedTraining) -> Finding:
-    """Return the finding about wrong gradients, changed where the script's own code may have meant them.
+    """Return the finding about wrong gradients, changed if the script's own code may intend them.
 
-    A gradient that nobody changed after the backward pass is as wrong as before. A script that multiplies gradients
-    itself is right if all losses together have the weight 1 then. What is neither known nor explained is not judged.
+    A gradient that the script did not change after the backward pass stays wrong. A script that multiplies gradients
+    itself is right if all losses together then have the weight 1. Changes that are neither known nor explained are not
+    judged.
     """
     check, step = finding.check, finding.step
     if clipped_by_hand(wrong):
@@ -88,7 +89,7 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
         return not_judged(check, why, step)
     if finding.cause not in MULTIPLES and not (is_unexplained(finding) and is_multiple):
         return finding
-    # Of a step without any gradient but zeros no factor is known, and none is needed.
+    # A step with only zero gradients has no known factor, and needs none.
     objectives = [one for one in step_objectives(training.ranks) if math.isfinite(one.factor)]
     if objectives and all(abs(one.total - 1) <= NEAR for one in objectives):
         return information(check, "the script multiplies gradients with its own code, as its loss requires", step)
@@ -96,7 +97,7 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
         return not_judged(check, multiplied([one.total for one in objectives]), step)
     if objectives and all(abs(one.of_losses - 1) <= NEAR for one in objectives):
         factor = ((wrong[0].step.facts.get("clipping") or {}).get("by_hand") or {}).get("factor")
-        if factor is None:  # a reduction by hand multiplies each rank's own gradient by another number
+        if factor is None:  # a reduction by hand multiplies each rank's gradient by a different number
             return finding
         return with_hint(
             finding,
@@ -123,7 +124,7 @@ def is_one_multiple(wrong: Sequence[ReceivedGradient]) -> bool:
 
 
 def multiplied(totals: Sequence[float]) -> str:
-    """Return why gradients that the script multiplies are not judged; the losses of steps have these weights then."""
+    """Return why gradients that the script multiplies are not judged. ``totals``: the losses' resulting weights."""
     why = "the script multiplies all gradients after the backward passes"
     if not totals:
         return f"{why}, and it is not known whether its loss requires that"
@@ -133,7 +134,7 @@ def multiplied(totals: Sequence[float]) -> str:
 
 
 def _about_masters(finding: Finding, wrong: Sequence[ReceivedGradient], training: RecordedTraining) -> Finding | None:
-    """Return what is known of master weights' gradients that are right but for a factor; None if they are not."""
+    """Return the finding about master weights' gradients that are right up to a factor; None if they are not."""
     if scale := scale_at_clipping(wrong):
         return _clipped_before_unscaling(finding, scale)
     is_one_factor = any(step.common_factor < 1 and step.factors for step in master_steps(wrong))
@@ -141,7 +142,7 @@ def _about_masters(finding: Finding, wrong: Sequence[ReceivedGradient], training
 
 
 def about_one_factor(finding: Finding, training: RecordedTraining, *, is_one_factor: bool) -> Finding | None:
-    """Return what is known of master weights' gradients that are right but for a loss scale or another factor.
+    """Return the finding about master weights' gradients that are right up to a loss scale or another factor.
 
     ``is_one_factor``: all gradients of a step have one factor below 1. None if nothing is known.
     """
@@ -179,7 +180,7 @@ def _named(finding: Finding, observed: str, hint: str, cause: str, family: str) 
 
 
 def clipped_by_hand(wrong: Sequence[ReceivedGradient]) -> bool:
-    """Return whether wrong gradients of several steps are right in direction, shorter, and all of one length."""
+    """Return whether wrong gradients of several steps have the right direction, are too short, and have one norm."""
     fits = [(case, replace(case, free_factor=True)) for case in wrong]
     if len({case.index for case in wrong}) < 2 or any(case.step.unclipped is not None for case in wrong):
         return False
@@ -188,13 +189,13 @@ def clipped_by_hand(wrong: Sequence[ReceivedGradient]) -> bool:
     return (
         all(fit.holds and 0 < fit.factor < 1 for fit in results)
         and max(lengths) <= (1 + SAME_LENGTH) * min(lengths)
-        # One factor at every step is no clipping.
+        # The same factor at every step is not clipping.
         and max(fit.factor for fit in results) > (1 + SAME_LENGTH) * min(fit.factor for fit in results)
     )
 
 
 def _scale_at_clipping_by_hand(wrong: Sequence[ReceivedGradient]) -> float | None:
-    """Return the loss scale that was in gradients when a script clipped them itself, None if none was."""
+    """Return the loss scale that gradients contained when the script clipped them itself, None if there was none."""
     for case in wrong:
         factor = ((case.step.facts.get("clipping") or {}).get("while_scaled") or {}).get("factor")
         scale = case.step.passes[-1].scale if case.step.passes else 1.0

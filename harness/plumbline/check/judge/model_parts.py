@@ -1,4 +1,4 @@
-"""Which parameters are one rank's part of a model, as experts and the shards of tensor parallelism by hand are."""
+"""Finds parameters that are one rank's part of a model, such as experts and hand-written tensor-parallel shards."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ OBSERVER = "joint"
 
 
 def forward_communicates(training: RecordedTraining) -> bool:
-    """Say whether some module's forward talks to other ranks."""
+    """Return whether the forward of any module communicates with other ranks."""
     return any((rank.facts.get(OBSERVER) or {}).get("communicates") for rank in training.ranks)
 
 
 def model_parts(training: RecordedTraining) -> set[tuple[int, str]]:
-    """Return the optimizer and the name of each parameter of which every rank holds another part.
+    """Return the optimizer and the name of each parameter of which every rank holds a different part.
 
-    Its weights are different on the ranks from the beginning, ranks never step with one gradient for it, and the
-    model's forward communicates. Where no forward does, these are parameters that somebody forgot to synchronise.
+    Its initial weights differ between ranks, ranks never step with the same gradient for it, and the model's forward
+    communicates. If no forward communicates, the script forgot to synchronise such parameters.
     """
     if not forward_communicates(training):
         return set()

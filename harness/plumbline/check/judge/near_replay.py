@@ -1,8 +1,9 @@
-"""What is known of an update that has to be near to a replay in its own precision, and which mistake it is like.
+"""Compares an update with replays in its own precision, and with what known mistakes make of the parameter.
 
-An optimizer that computes in 16 bits, as Muon does, rounds so much that its distance from a replay in float64 would
-hide many mistakes. It repeats its own roundings, however. The update is right if it is as near to a replay in its own
-precision as one more rounding of the gradient explains, and wrong if it is what a known mistake makes of the parameter.
+A replay computes the update again from the recorded weights, gradients and state. An optimizer that computes in 16
+bits, as Muon does, rounds so much that its distance from a replay in float64 would hide many mistakes. However, it
+repeats its own roundings. The update is right if its distance from a replay in its own precision is at most what one
+more rounding of the gradient explains. It is wrong if it matches a known mistake.
 """
 
 from __future__ import annotations
@@ -14,32 +15,33 @@ from plumbline.check.judge.noted import ObserverFacts
 from plumbline.judge.oracle.noise import in_noise, limit
 
 ALIKE = 1e-3
-"""How near an update is to what a mistake makes of the parameter, as a part of what the mistake changes.
+"""Largest distance of an update from a mistake's result, relative to the change that the mistake causes.
 
-Chosen: an update is known to three digits from rounded weights. One that is like no known mistake is not called wrong
-by this.
+Chosen: an update is known to three digits from rounded weights. An update that matches no known mistake is not called
+wrong because of this.
 """
 
 LARGE = 0.1
-"""How much a step by shards has to change of an update, at least, to be called wrong.
+"""Stepping shard by shard counts as wrong only if it changes the update by at least this part.
 
-Chosen: it withholds an accusation where a state is quantised in blocks, which begin anew in each shard.
+Chosen: it withholds a failure if a state is quantised in blocks, which begin anew in each shard.
 """
 
 _SCALED = "scaled "
 
 STILL = ("still", "decay-only")
-"""Steps that do not move a parameter, or let it decay alone."""
+"""Steps that do not move a parameter, or only apply its weight decay."""
 
 BY_SHARD, ADDED = "by-shard", "added"
-"""The step of each shard alone, and that with the sum of the ranks' gradients in the place of their mean."""
+"""A separate step for each shard, and a step with the sum of the ranks' gradients instead of their mean."""
 
 
 @dataclass(frozen=True)
 class NearReplay:
-    """Distances of one update: from the nearest replay, how large rounding may make that, and from mistakes.
+    """Distances of one update from replays and from known mistakes.
 
-    ``others`` has two distances for each mistake: from what it makes of the parameter, and of that from the right one.
+    ``nearest``: the distance from the nearest replay. ``tight``: how large rounding can make that distance. ``others``:
+    for each mistake, the update's distance from the mistake's result, and that result's distance from the right update.
     """
 
     nearest: float
@@ -53,12 +55,12 @@ class NearReplay:
 
     @property
     def is_right(self) -> bool:
-        """Whether it repeats a replay, or differs by a rounding that could hide no known mistake."""
+        """Whether the update repeats a replay, or differs by rounding that could hide no known mistake."""
         return self.nearest == 0 or (self.x_tight <= limit() and not self.could_hide)
 
     @property
     def is_added(self) -> bool:
-        """Whether the step adds up gradients of the ranks, where their mean makes another update.
+        """Whether the step adds up the ranks' gradients, although their mean would give a different update.
 
         That is right if the loss is divided by the number of ranks.
         """
@@ -66,23 +68,23 @@ class NearReplay:
 
     @property
     def as_added(self) -> NearReplay:
-        """The same for a training in which the sum is right."""
+        """The same update, judged for a training in which the sum is right."""
         return replace(self, nearest=self.others[ADDED][0], others={})
 
     @property
     def moves_rightly(self) -> bool:
-        """Whether it is right, and not to move the parameter would have been wrong."""
+        """Whether the update is right, and leaving the parameter unchanged would have been wrong."""
         return self.is_right and self.others.get("still", (0.0, 0.0))[1] > limit() * self.tight
 
     @property
     def could_hide(self) -> bool:
-        """Whether rounding could hide a step that nobody takes, that all ranks add up, or that each shard has alone."""
+        """Whether rounding could hide a step that no rank takes, updates that are summed, or steps shard by shard."""
         apart = [self._material.get(name, (0.0, 0.0))[1] for name in ("still", "summed", BY_SHARD)]
         return any(0 < one <= 2 * limit() * self.tight for one in apart)
 
     @property
     def mistake(self) -> str:
-        """The known mistake that the update is like, "" if it is right or like none."""
+        """The known mistake that the update matches, "" if it is right or matches none."""
         if self.is_right:
             return ""
         if self.is_added:
@@ -96,13 +98,13 @@ class NearReplay:
 
     @property
     def _material(self) -> Mapping[str, tuple[float, float]]:
-        """The mistakes that change the update, and of steps by shards only those that change much of it."""
+        """The mistakes that change the update; separate steps of shards only if they change much of it."""
         least = {BY_SHARD: LARGE * self.others.get("still", (0.0, 0.0))[1]}
         return {name: (far, apart) for name, (far, apart) in self.others.items() if apart > least.get(name, 0.0)}
 
     @property
     def factor(self) -> str | None:
-        """The factor of an update, without weight decay, that is right but for it."""
+        """The factor by which an otherwise right update, without weight decay, is scaled; None if there is none."""
         return self.mistake.removeprefix(_SCALED) if self.mistake.startswith(_SCALED) else None
 
     @property
@@ -112,7 +114,7 @@ class NearReplay:
 
     @property
     def noise(self) -> float:
-        """What the distance is counted in: nothing explains it if the update repeats a mistake bit for bit."""
+        """The noise of ``nearest``; 0 if rounding would otherwise excuse an update that matches a mistake."""
         return 0.0 if self.mistake and self.x_tight <= limit() else self.tight
 
     def why_unknown(self, one: ObserverFacts, error: float, noise: float) -> str:
@@ -135,7 +137,7 @@ def differs_from_its_copy(name: str) -> str:
 
 
 def near_replays(one: ObserverFacts) -> dict[int, NearReplay]:
-    """Return what is known of the updates of a step, by the numbers of their parameters."""
+    """Return the comparisons of a step's updates with near replays, by parameter number."""
     found = {}
     for number, known in one.facts.get("close", {}).items():
         others = {name: (far, apart) for name, (far, apart) in known["others"].items()}

@@ -1,4 +1,4 @@
-"""Reads what observers noted: of steps, of all ranks side by side, and of backward passes, each of them once."""
+"""Reads what observers noted about steps, about the same step on all ranks, and about backward passes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from plumbline.evidence import recording
 from plumbline.judge.findings import Information, failed, failed_with_hint
 
 FIRST_SEEN = "; first seen"
-"""What stands between an observation that may come again and the place where it was made."""
+"""Separates an observation that may recur from the place where it was first made."""
 
 STEPS_WITHIN_PASSES = "optimizers step during the backward pass, before it is known what it began with"
-"""Why nothing is said of the losses and samples of some scripts."""
+"""Why the losses and samples of some scripts are not judged."""
 
 IF_INTENDED = "it is not known whether this is intended: "
-"""What stands before the reason for which an observation may be right."""
+"""Precedes the reason why an observation may be right."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,12 +34,12 @@ class ObserverFacts(ScriptStep):
         return f"step {self.step.number}" + (f" of optimizer {self.step.optimizer}" if self.step.optimizer else "")
 
     def parameter(self, number: int) -> str:
-        """Return the name of a parameter by its number in the optimizer's groups, of the first of several in it."""
+        """Return the name of the optimizer's parameter with this number, or of the first piece in it."""
         return self.held_in(number)[0]
 
     @property
     def numbers(self) -> list[int]:
-        """The numbers of the optimizer's parameters, in its groups."""
+        """The numbers of the optimizer's parameters, in the order of its groups."""
         if self.step.is_in_pieces:
             return sorted({one.held_in for one in self.step.parameters if one.held_in is not None and one.is_held})
         return [*range(len(self.step.parameters))]
@@ -54,7 +54,7 @@ class ObserverFacts(ScriptStep):
         return names or [f"parameter {number} of the optimizer"]
 
     def failed(self, check: str, observed: str, hint: str = "", **cause_and_parameter: str) -> Finding:
-        """Return a failure: what was observed, that it was first at this step, and what to do."""
+        """Return a failure with what was observed, that it was first seen at this step, and what to do."""
         details: dict[str, Any] = {"step": self.step.number, "rank": self.rank, **cause_and_parameter}
         first = f"{observed}{FIRST_SEEN}"
         return failed_with_hint(check, first, hint, **details) if hint else failed(check, first, **details)
@@ -73,17 +73,17 @@ def side_by_side(training: RecordedTraining, observer: str) -> Iterable[Mapping[
 
 
 def information(check: str, message: str, step: int | None = None) -> Information:
-    """Return what the script does, where nothing is wrong with that."""
+    """Return a note on what the script does, if that is not wrong."""
     return Information(check, Outcome.PASSED, message, step=step)
 
 
 @dataclass(frozen=True)
 class HeadlineNote(Information):
-    """What is so likely to be a mistake that it stands right under the verdict: whole sentences."""
+    """A note, in whole sentences, on what is so likely to be a mistake that it appears right below the verdict."""
 
 
 def headline_note(check: str, sentences: str) -> HeadlineNote:
-    """Return what the script does, and what to do if it is not intended."""
+    """Return a note on what the script does, and what to do if that is not intended."""
     return HeadlineNote(check, Outcome.PASSED, sentences)
 
 
@@ -93,7 +93,7 @@ def not_judged(check: str, why: str, step: int | None = None) -> Finding:
 
 
 def failed_observers(training: RecordedTraining, observer: str, check: str) -> Iterator[Finding]:
-    """Yield a finding where an observer came to an early end."""
+    """Yield a finding if an observer failed."""
     for rank in training.ranks:
         if error := (rank.facts.get(observer) or {}).get("error"):
             yield not_judged(check, f"recording failed on rank {rank.rank}: {error}")
@@ -101,7 +101,7 @@ def failed_observers(training: RecordedTraining, observer: str, check: str) -> I
 
 
 def amount(number: float) -> str:
-    """Return a number of things: ``1,024``; a fraction of one, as weighted terms have, in six digits."""
+    """Return a count such as ``1,024``; a fractional one, as of weighted terms, in six digits."""
     return f"{number:,.0f}" if number == int(number) else f"{number:,.6g}"
 
 
@@ -112,7 +112,7 @@ def passes_of(rank: RecordedRank) -> list[BackwardPass]:
 
 
 def steps_within_passes(training: RecordedTraining) -> bool:
-    """Return whether optimizers step while a backward pass still runs: what is noted at its end comes too late."""
+    """Return whether optimizers step during a backward pass, so that what is noted at its end comes too late."""
     passes = [one for rank in training.ranks for one in passes_of(rank)]
     return bool(passes) and not any(isinstance(noted, dict) for one in passes for noted in one.facts.values())
 
@@ -125,7 +125,7 @@ def forwards_of(rank: RecordedRank, observer: str) -> list[Facts]:
 def aligned_forwards(training: RecordedTraining, observer: str) -> Iterator[tuple[int, Sequence[Facts]]]:
     """Yield the number of each forward, and what an observer noted about it on every rank.
 
-    Ends where a rank has no more, or where ranks call different modules.
+    Stops when a rank has no more forwards, or when ranks call different modules.
     """
     for place, forwards in enumerate(zip(*(forwards_of(rank, observer) for rank in training.ranks), strict=False)):
         if len({forward.get("module") for forward in forwards}) > 1:

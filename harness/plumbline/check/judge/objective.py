@@ -1,4 +1,4 @@
-"""Which objective was optimised: with which weight each loss term of each micro-batch and rank counts."""
+"""Determines the optimised objective: the weight of each loss term of each micro-batch and rank."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _PARTS = {0.5: "half of ", 2.0: "twice "}
 
 
 def judge_objective(training: RecordedTraining) -> Iterator[Finding]:
-    """Yield what was optimised, or a division by the number of micro-batches that is missing or double."""
+    """Yield what was optimised, or a missing or doubled division by the number of micro-batches."""
     yield from failed_observers(training, "objective", CHECK)
     if training.objective:
         yield from judge_declared(training)
@@ -58,7 +58,7 @@ def judge_objective(training: RecordedTraining) -> Iterator[Finding]:
         yield Finding(CHECK, Outcome.SKIPPED, why)
         return
     averaged = rank_layout(training).is_data_parallel
-    # Ranks whose gradients are not averaged, as far as is known, have objectives of their own: the first one's is told.
+    # If gradients are not known to be averaged, each rank has its own objective. Report the first rank's.
     ranks = training.ranks if averaged else training.ranks[:1]
     objectives = list(step_objectives(ranks))
     if objectives and (wrong := divided_wrongly(objectives)) is not None:
@@ -85,7 +85,7 @@ def judge_objective(training: RecordedTraining) -> Iterator[Finding]:
 
 
 def _without_clipping(objectives: Sequence[StepObjective]) -> Sequence[StepObjective]:
-    """Return objectives without factors that differ between steps: a script that clips makes those, not its loss."""
+    """Return objectives without factors that differ between steps: they come from clipping, not from the loss."""
     factors = [one.factor for one in objectives]
     is_clipped = all(0 < one < math.inf for one in factors) and spread(factors) > 1 + NEAR
     is_clipped &= spread([one.total for one in objectives]) > 1 + NEAR  # not divided by numbers of tokens
@@ -93,7 +93,7 @@ def _without_clipping(objectives: Sequence[StepObjective]) -> Sequence[StepObjec
 
 
 def _several_losses(ranks: Sequence[RecordedRank]) -> str | None:
-    """Return the loss functions of torch in the loss, and whether it has other terms as far as its graph says."""
+    """Return a sentence with the torch loss functions in the loss, and whether its graph shows other terms."""
     noted_passes = [(one, _noted(one)) for rank in ranks for one in passes_of(rank)]
     added = _added(
         [
@@ -112,7 +112,7 @@ def _several_losses(ranks: Sequence[RecordedRank]) -> str | None:
 
 
 def _added_terms(ranks: Sequence[RecordedRank]) -> str | None:
-    """Return the terms of the loss where some of them are no loss functions of torch, None if there are none."""
+    """Return a sentence with the terms of the loss if some are not torch loss functions, otherwise None."""
     passes = [(one, _noted(one).get("terms") or ()) for rank in ranks for one in passes_of(rank)]
     if not all(len(terms) > 1 and any(not term["call"] for term in terms) for _, terms in passes):
         return None
@@ -126,7 +126,7 @@ def _noted(one: BackwardPass) -> Facts:
 
 
 def _added(passes: Sequence[Sequence[tuple[str, float | None]]]) -> list[str] | None:
-    """Return each term with its weight or weights; None if passes have other terms, or a weight is not known."""
+    """Return each term with its weights; None if passes have different terms, or no weight of a term is known."""
     kinds = {tuple(name for name, _ in terms) for terms in passes}
     if len(kinds) != 1 or not (names := kinds.pop()):
         return None
@@ -142,7 +142,7 @@ def _added(passes: Sequence[Sequence[tuple[str, float | None]]]) -> list[str] | 
 
 
 def _tokens(ranks: Sequence[RecordedRank]) -> str:
-    """Return what the numbers of labels say about a loss that is written by hand, "" where they were not counted."""
+    """Return what label counts say about a loss that is written by hand, "" if labels were not counted."""
     counts = [
         sum(tokens)
         for rank in ranks
@@ -179,7 +179,7 @@ def _optimised(objectives: Sequence[StepObjective]) -> str:
 
 
 def _times(totals: Sequence[float]) -> str:
-    """Return what stands before a mean that steps multiply by these, "" where that is 1 or not known."""
+    """Return the factor before a mean in words, "" if it is 1 or unknown."""
     known_totals = sorted(one for one in totals if not math.isnan(one))
     if not known_totals or all(abs(one - 1) <= NEAR for one in known_totals):
         return ""
@@ -210,17 +210,17 @@ def _weight(number: float) -> str:
 
 
 def divided_wrongly(objectives: Sequence[StepObjective]) -> Finding | None:
-    """Return the failure of a loss that is divided by the number of micro-batches not at all, or twice.
+    """Return the failure of a loss that is not divided by the number of micro-batches, or divided twice.
 
-    Only where nothing else explains it: each micro-batch is the next batch of one loader and has one loss, a mean, and
-    every one of them has exactly that weight on every rank at every step. Two losses that are added by two backward
-    passes, as in a GAN, do not look like that.
+    Only if nothing else explains it: each micro-batch is the next batch of one loader and has one loss, a mean, and
+    every loss has exactly that weight on every rank at every step. Two losses that two backward passes add up, as in a
+    GAN, do not look like that.
     """
     counts = {len(rank) for one in objectives for rank in one.ranks}
     shares = [share for one in objectives for share in one.shares]
     count = max(counts)
     if not all(abs(one.factor - 1) <= NEAR for one in objectives):
-        return None  # gradients are divided, or their length is changed, after the backward passes
+        return None  # gradients are divided, or their norm is changed, after the backward passes
     if len(counts) > 1 or count < 2 or not all(one.batches_differ for one in objectives):
         return None
     if len({(share.function, share.reduction) for share in shares}) > 1 or shares[0].reduction not in _MEANS:
@@ -233,7 +233,7 @@ def divided_wrongly(objectives: Sequence[StepObjective]) -> Finding | None:
             cause="not-divided-by-micro-batches",
             family="accumulation",
         )
-    # With two micro-batches a quarter may be a constant that belongs to the loss: ½ of a square, and its mean.
+    # With two micro-batches, a quarter may be right: a loss ½ x², divided by 2.
     if count > 2 and all(equals(share.weight, 1 / count**2) and share.is_alone for share in shares):
         return failed_with_hint(
             CHECK,
@@ -246,7 +246,7 @@ def divided_wrongly(objectives: Sequence[StepObjective]) -> Finding | None:
 
 
 def _short_windows(objectives: Sequence[StepObjective]) -> HeadlineNote | None:
-    """Return the note on steps over fewer micro-batches, whose mean losses weigh less together than those of others."""
+    """Return a note on steps over fewer micro-batches whose mean losses have a different total weight than others."""
     if any(share.reduction not in _MEANS for one in objectives for share in one.shares):
         return None
     totals: dict[int, list[float]] = {}
@@ -274,7 +274,7 @@ def _are_alike(totals: Sequence[float]) -> bool:
 
 
 def summed_micro_batches(ranks: Sequence[RecordedRank]) -> HeadlineNote | None:
-    """Return the note on a step that adds up the mean losses of its micro-batches, however these are computed."""
+    """Return a note if each step adds up the mean losses of its micro-batches, however they are computed."""
     steps = list(steps_together(ranks))
     counts = {len(step.passes) for own in steps for step in own}
     if len(counts) != 1 or (count := counts.pop()) < 2 or len({own[0].optimizer for own in steps}) > 1:
@@ -298,7 +298,7 @@ def summed_micro_batches(ranks: Sequence[RecordedRank]) -> HeadlineNote | None:
 
 
 def _is_mean(one: BackwardPass, count: int) -> bool:
-    """Say whether what a pass differentiates is a mean, or a sum of means, that is not divided by ``count``."""
+    """Return whether a pass differentiates a mean, or a sum of means, that is not divided by ``count``."""
     noted = one.facts.get("objective", {})
     calls, means = noted.get("calls", ()), noted.get("means")
     if len(calls) == 1 and calls[0]["weight"] is not None:
@@ -311,9 +311,9 @@ def _is_mean(one: BackwardPass, count: int) -> bool:
 
 
 def _have_own_rows(step: RecordedStep, sizes: dict[int, int | None]) -> bool:
-    """Say whether passes follow one forward each, of one module, with other rows: parts of one batch, if it is known.
+    """Return whether each pass follows one forward of one module, with different rows: parts of one batch, if known.
 
-    Other rows may be the same ones in another view. These are as many as the batch has, and parts of it are fewer.
+    Different rows may be views of the same ones. Each view has as many rows as the batch, and each part has fewer.
     """
     forwards = [one.facts.get("batches", {}).get("forwards", ()) for one in step.passes]
     if any(len(own) != 1 or "order" not in own[0] for own in forwards):

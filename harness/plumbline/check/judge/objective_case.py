@@ -1,4 +1,4 @@
-"""The weights of tokens and samples in the gradient of a step, and which mistakes explain that they are others."""
+"""The weights of tokens and samples in the gradient of a step, and the mistakes that explain wrong weights."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from plumbline.judge.hypothesis import CountedCase, Hypothesis, Match, holds, re
 class PassWeights:
     """The weights of the terms of one micro-batch in the gradient with which the optimizer stepped.
 
-    ``rows`` has, for each sample, the number of its terms, the sum of their weights and whether they weigh the same; it
-    is empty where the samples are not known. ``gradient`` is what the pass added to the gradient of the step, None
-    where something else is in it.
+    ``rows`` has, for each sample, the number of its terms, the sum of their weights and whether they weigh the same. It
+    is empty if the samples are unknown. ``gradient`` is what the pass added to the gradient of the step, None if that
+    contains anything else.
     """
 
     rank: int
@@ -44,9 +44,9 @@ class PassWeights:
 class ObjectiveCase(CountedCase):
     """The weights of one step.
 
-    ``up_to_a_factor``: only relations are judged, because the loss has other terms too, or the gradients are scaled
-    after the backward passes by a number that counts nothing, as where they are clipped by hand. ``is_sure``: which
-    entries of the loss are terms is known.
+    ``up_to_a_factor``: only ratios are judged, because the loss has other terms too, or the script scales the gradients
+    after the backward passes by a number that is not a count, as in clipping by hand. ``is_sure``: it is known which
+    entries of the loss are terms.
     """
 
     declared: str
@@ -79,13 +79,13 @@ class ObjectiveCase(CountedCase):
         return self.is_weighted(self.right)
 
     def right(self, one: PassWeights, terms: float) -> float:
-        """Return the weight that so many terms, all of a micro-batch or those of one of its samples, should have."""
+        """Return the right weight of ``terms`` terms: all of a micro-batch, or those of one of its samples."""
         return _weight_as(self, self.declared, one, terms)
 
     def is_weighted(
         self, expected: Callable[[PassWeights, float], float], *, any_factor: bool = False, by_row: bool | None = None
     ) -> bool:
-        """Return whether every micro-batch, or every sample, has the weight that is expected."""
+        """Return whether every micro-batch, or every sample, has the expected weight."""
         factor = self.factor(expected) if any_factor or self.up_to_a_factor else 1.0
         by_row = self.declared == SAMPLE_MEAN if by_row is None else by_row
         return all(
@@ -96,13 +96,13 @@ class ObjectiveCase(CountedCase):
         )
 
     def factor(self, expected: Callable[[PassWeights, float], float]) -> float:
-        """Return how many times as large as expected all weights are together."""
+        """Return the ratio of the total weight to the expected one."""
         total = sum(expected(one, one.terms) for one in self.passes if one.terms)
         return sum(one.weight for one in self.passes) / total if total else math.nan
 
     @property
     def counts(self) -> Mapping[str, float]:
-        """What a script may divide or multiply by."""
+        """The counts by which a script may divide or multiply."""
         return {
             "ranks": self.world,
             "micro-batches": len(self.passes) / self.world,
@@ -112,14 +112,14 @@ class ObjectiveCase(CountedCase):
         }
 
     def is_count(self, factor: float) -> bool:
-        """Return whether a factor is a count, the inverse of one, or that times the number of ranks."""
+        """Return whether a factor is a count, its inverse, or its inverse times the number of ranks."""
         counts = [1.0, *(count for count in self.counts.values() if count)]
         sizes = [*counts, *(times / count for count in counts for times in (1.0, self.world))]
         return any(abs(factor - size) <= self.tolerance * size for size in sizes)
 
     @property
     def distance(self) -> float | None:
-        """The distance of the gradient from that of the declared objective, relative to its norm, if it is known."""
+        """The distance of the gradient from that of the declared objective, relative to its norm, None if unknown."""
         if self.declared == SAMPLE_MEAN and any(one.samples > 1 for one in self.passes):
             return None  # what each sample adds to the gradient of a micro-batch is not known
         if not all(one.is_even for one in self.passes if one.terms):

@@ -1,4 +1,4 @@
-"""Parameters in the wrong optimizers: in none, on some ranks only, or others in the place of the model's own."""
+"""Finds parameters that no optimizer or only some ranks' optimizers hold, and optimizers that hold stale ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ROUNDED = 2**-7  # more than rounding to bfloat16 moves a weight, in any direct
 
 
 def judge_optimized_parameters(training: RecordedTraining) -> Iterator[Finding]:
-    """Yield what is wrong, or what no optimizer moves: nothing tells a forgotten parameter from one that is meant."""
+    """Yield what is wrong, or which parameters no optimizer moves: whether that is intended is unknown."""
     found = (
         next(_replaced(training), None)
         or _added_later(training)
@@ -51,9 +51,9 @@ def _never_moved(training: RecordedTraining) -> Finding | None:
 
 
 def _added_later(training: RecordedTraining) -> Finding | None:
-    """Find adapters that a partly frozen model was given after its optimizer was made.
+    """Find adapters that were added to a partly frozen model after its optimizer was created.
 
-    They have gradients and no optimizer, and nothing else moves them.
+    They have gradients but no optimizer, and nothing else moves them.
     """
     for rank, names, is_adapter in _later(training):
         if is_adapter:
@@ -75,7 +75,7 @@ def _added_later(training: RecordedTraining) -> Finding | None:
 
 
 def _gradients_alone(training: RecordedTraining) -> Finding | None:
-    """Find other parameters of this kind: a script may read their gradients alone, as those of masks."""
+    """Find other parameters that were added later. A script may only read their gradients, as for masks."""
     for _, names, _ in _later(training):
         was, it = ("was", "it") if len(names) == 1 else ("were", "them")
         return headline_note(
@@ -88,7 +88,7 @@ def _gradients_alone(training: RecordedTraining) -> Finding | None:
 
 
 def _later(training: RecordedTraining) -> Iterator[tuple[RecordedRank, list[str], bool]]:
-    """Yield, of each rank, what a partly frozen model was given later, and whether that has factors of adapters."""
+    """Yield, for each rank, the parameters added later to a partly frozen model, and whether any is an adapter's."""
     for rank in training.ranks:
         late = {name for parameters in (rank.facts.get("late") or {}).values() for name in parameters}
         steps = [_unoptimized(step) for step in rank.steps if not step.skipped]
@@ -106,7 +106,7 @@ def _stays(name: str, steps: list[Mapping[str, Facts]]) -> bool:
 
 
 def _replaced(training: RecordedTraining) -> Iterator[Finding]:
-    """Find optimizers that hold parameters of no model, while a model's own, of the same shapes, are in none."""
+    """Find optimizers with parameters of no model, while model parameters of the same shapes are in none."""
     for rank in training.ranks:
         for optimizer in dict.fromkeys(step.optimizer for step in rank.steps):
             steps = [step for step in rank.steps if step.optimizer == optimizer]
@@ -133,7 +133,7 @@ def _replaced(training: RecordedTraining) -> Iterator[Finding]:
 
 
 def _stale(steps: list[RecordedStep]) -> list[int]:
-    """Return the numbers of an optimizer's parameters that no called module holds and that never had a gradient."""
+    """Return the numbers of an optimizer's parameters that no called module holds and that never got a gradient."""
     return [
         number
         for number, parameter in enumerate(steps[-1].parameters)
@@ -147,7 +147,7 @@ def _stale(steps: list[RecordedStep]) -> list[int]:
 
 
 def _stale_masters(training: RecordedTraining) -> Finding | None:
-    """Find weights with which the model computed a step that then replaced them: master weights were other ones."""
+    """Find model weights that a step replaced because the master weights had different values."""
     for rank in training.ranks:
         last: dict[int, tuple[RecordedStep, Mapping[str, float]]] = {}
         for step in rank.steps:
@@ -177,7 +177,7 @@ def _stale_masters(training: RecordedTraining) -> Finding | None:
 
 
 def _not_copied_back(training: RecordedTraining) -> Finding | None:
-    """Find models whose weights stay what they are, while optimizers update copies of them."""
+    """Find models whose weights do not change while optimizers update copies of them."""
     every: dict[tuple[int, int], list[RecordedStep]] = {}
     for rank in training.ranks:
         for step in rank.steps:
@@ -215,7 +215,7 @@ def _missing_on_some_ranks(training: RecordedTraining) -> Finding | None:
 
 
 def _digests(name: str, steps: Mapping[int, RecordedStep]) -> dict[int, str]:
-    """Return a digest of a parameter's values before a step for each rank, whether or not its optimizer has it."""
+    """Return, for each rank, a digest of a parameter's values before a step, even if its optimizer lacks it."""
     found = {}
     for rank, step in steps.items():
         own = _unoptimized(step).get(name, {}).get("digest")
@@ -227,7 +227,7 @@ def _digests(name: str, steps: Mapping[int, RecordedStep]) -> dict[int, str]:
 
 
 def _flat_in_part(names: Collection[str], steps: Mapping[int, RecordedStep]) -> list[str]:
-    """Return parameters in flat ones that some ranks' optimizers have, but not those of ranks with a part of them."""
+    """Return parameters inside flat ones that some optimizers hold, but not those of all ranks with a part."""
     stepped = {one.name for step in steps.values() for one in step.parameters}
     lacking = {name for step in steps.values() for name, facts in _unoptimized(step).items() if facts["in_flat"]}
     return sorted(set(names) & stepped & lacking)

@@ -1,4 +1,4 @@
-"""Did each rank's optimizer begin its steps with the state of the last one?"""
+"""Checks that each rank's optimizer began its steps with the state that the previous step left."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from plumbline.report.text import listed
 OBSERVER = "optimizer-state"
 
 FEWEST_OTHERS = 2
-"""Chosen: an optimizer that is replaced once may be meant, after warming up or thawing."""
+"""Smallest number of replaced optimizers that is a failure. Chosen: one replacement may be intended, after warm-up or
+unfreezing."""
 
 
 def judge_optimizer_state(training: RecordedTraining) -> list[Finding]:
-    """Find states that ranks have exchanged, those that only some ranks began anew, and those lost at each step."""
+    """Find states that are lost at each step, exchanged between parameters or ranks, or reset on some ranks only."""
     if (lost := _lost_at_each_step(training)) is not None:
         return [lost]
     found = (_permuted(ranks) or _begun_anew(ranks) for ranks in side_by_side(training, OBSERVER))
@@ -24,16 +25,16 @@ def judge_optimizer_state(training: RecordedTraining) -> list[Finding]:
 
 
 def changed_state(one: ScriptStep) -> list[int]:
-    """Return the numbers of the parameters whose state is another one than the last step left, or is begun anew."""
+    """Return the numbers of the parameters whose state was reset, or changed since the previous step."""
     facts = one.step.facts.get(OBSERVER) or {}
     return sorted({*(number for number, *_ in facts.get("changed", ())), *facts.get("anew", ())})
 
 
 def _lost_at_each_step(training: RecordedTraining) -> Finding | None:
-    """Find parameters to which each step is taken by another optimizer, made after the step before.
+    """Find parameters that each step updates with a different optimizer, created after the previous step.
 
-    One that is made now and then may be meant, and so is one that evaluates the loss several times within a step, or
-    begins from weights that were changed as well.
+    An optimizer that is created only now and then may be intended. So may one that evaluates the loss several times
+    within a step, or that begins with weights that were changed as well.
     """
     for rank in training.ranks:
         takers: dict[tuple[str, ...], list[ObserverFacts]] = {}
@@ -61,7 +62,7 @@ def _begins_anew(one: ObserverFacts) -> bool:
 
 
 def _permuted(ranks: Mapping[int, ObserverFacts]) -> Finding | None:
-    """Find a state that was another parameter's or another rank's, while that has another one now."""
+    """Find a state that belonged to another parameter or another rank, which has a different state now."""
     before = {
         last: (rank, number)
         for rank, one in ranks.items()
@@ -84,7 +85,7 @@ def _permuted(ranks: Mapping[int, ObserverFacts]) -> Finding | None:
 
 
 def _begun_anew(ranks: Mapping[int, ObserverFacts]) -> Finding | None:
-    """Find a state that is gone on some of the ranks that have the same parameters."""
+    """Find a state that is lost on some of the ranks that have the same parameters."""
     if len({one.parameters for one in ranks.values()}) > 1:
         return None
     everywhere = {now for one in ranks.values() for _, _, now in one.facts["changed"] if now}
@@ -111,6 +112,6 @@ def _begun_anew(ranks: Mapping[int, ObserverFacts]) -> Finding | None:
 
 
 def _changed(one: ObserverFacts) -> Iterator[tuple[int, int, int]]:
-    """Yield what has changed but for parameters whose weights were changed as well: both may be meant together."""
+    """Yield changed states, except for parameters whose weights changed as well: both may be intended together."""
     outside = one.step.facts.get("update", {}).get("outside", ())
     return ((number, last, now) for number, last, now in one.facts["changed"] if number not in outside)

@@ -1,4 +1,4 @@
-"""In which precision did the training compute, and did every rank do so?"""
+"""Reports the precision of the training, and whether every rank used it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OBSERVER = "precision"
 
 
 def judge_precision_used(training: RecordedTraining) -> Iterator[Finding]:
-    """Yield where a rank computes in another precision than the first, and one finding that says which it is."""
+    """Yield a failure if a rank's precision differs from the first rank's, and one finding with the precision used."""
     if (different := _differ(training)) is not None:
         yield different
     steps = list(noted(training, OBSERVER))
@@ -25,7 +25,7 @@ def judge_precision_used(training: RecordedTraining) -> Iterator[Finding]:
 def _differ(training: RecordedTraining) -> Finding | None:
     """Find ranks with copies of one model, on the same kind of device, that differ in every recorded step.
 
-    One rank alone may evaluate now and then, in whatever precision.
+    A difference in some steps is allowed: one rank alone may evaluate now and then, in any precision.
     """
     seen: dict[tuple[int, int], list[tuple[ObserverFacts, ObserverFacts, str]]] = {}
     for ranks in side_by_side(training, OBSERVER):
@@ -48,7 +48,7 @@ def _differ(training: RecordedTraining) -> Finding | None:
 
 
 def _difference(one: ObserverFacts, other: ObserverFacts) -> str:
-    """Return in words what differs, "" where nothing does; how often autocast is entered may differ."""
+    """Return in words what differs, "" if nothing does. How often autocast is entered may differ."""
     for what in ("parameters", "gradients"):
         left, right = one.facts[what], other.facts[what]
         if left and right and set(left) != set(right):

@@ -1,4 +1,4 @@
-"""How the ranks of a training divide the work, as far as what they noted says so."""
+"""How the ranks of a training divide the work, as far as the recorded facts show."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _SHARDED_LAYOUTS = frozenset(("1: Shard", "1: Replicate", "2: Replicate Shard"))
 class RankLayout:
     """``is_data_parallel``: all ranks hold the same weights, each has its own data, and gradients are reduced.
 
-    ``reason`` says, for a message, why that is known, or why it is not. ``is_sharded``: each rank keeps a part of the
-    weights, and of what it has of the gradients, all the same.
+    ``reason`` says, for a message, why that is known, or why it is not. ``is_sharded``: each rank nevertheless keeps
+    only a part of the weights and of the gradients.
     """
 
     is_data_parallel: bool
@@ -31,7 +31,7 @@ class RankLayout:
 
 
 def rank_layout(training: RecordedTraining) -> RankLayout:
-    """Return how the ranks divide the work. What may be another parallelism is not called data parallel."""
+    """Return how the ranks divide the work. Only what cannot be another parallelism is called data parallel."""
     world = training.world_size
     if world == 1:
         return RankLayout(False, "there is one rank")
@@ -79,6 +79,6 @@ def _is_of_data(mesh: dict[str, Any]) -> bool:
 
 
 def _reduced_by_hand(rank: RecordedRank, world: int) -> bool:
-    """Say whether at each step the collectives after the backward passes were at least as large as the parameters."""
+    """Return whether, at each step, collectives after the backward passes covered at least all parameter entries."""
     noted = [step.facts.get(OBSERVER, {}) for step in rank.steps if not step.skipped]
     return bool(noted) and all(one and one["reduced"].get(str(world), 0) >= one["entries"] for one in noted)

@@ -14,8 +14,8 @@ from plumbline.core.numbers import counted
 OBSERVER = "weights"
 
 ULPS = 8
-"""Units of the last place by which weights differ that were rounded otherwise, and not more; the distance of the
-projections is known to a factor of two."""
+"""Units in the last place by which weights that are rounded differently can differ at most. The distance of projections
+is known to a factor of two."""
 
 LOCAL_SGD = "post_localSGD_hook"
 """The communication hook of torch that averages gradients only in the first iterations."""
@@ -23,7 +23,7 @@ LOCAL_SGD = "post_localSGD_hook"
 
 @dataclass(frozen=True)
 class RankWeights:
-    """One parameter at one step on all ranks: what the ranks noted of it, in their order."""
+    """One parameter at one step on all ranks, with what each rank noted about it, in the order of ranks."""
 
     parameter: Parameter
     noted: tuple[Mapping[str, Any], ...]
@@ -42,11 +42,14 @@ class RankWeights:
 
     @property
     def why_unreduced(self) -> str:
-        """Why a wrapper of the model reduces no gradients of it, "" where it does or there is none."""
+        """Why the model's wrapper does not reduce its gradients, "" if it does or there is no wrapper."""
         return next((str(one["unreduced"]) for one in self.noted if one.get("unreduced")), "")
 
     def differ(self, when: str) -> bool:
-        """Say whether ranks differ in the values they ``began`` with, had ``before`` or ``after``, or ``gradients``."""
+        """Return whether ranks differ in a kind of value.
+
+        ``when``: the values they ``began`` with, ``before`` or ``after`` the step, or ``gradients``.
+        """
         return len({one[when] for one in self.noted}) > 1
 
     @property
@@ -73,13 +76,13 @@ class RankWeights:
 
     @property
     def is_rounding(self) -> bool:
-        """Whether the ranks' weights are no farther apart than rounding otherwise explains."""
+        """Whether different rounding explains how far the ranks' weights are apart."""
         dtype = getattr(torch, self.parameter.dtype)
         return dtype.is_floating_point and self.distance <= ULPS * torch.finfo(dtype).eps
 
 
 def weights_at(place: int, steps: Mapping[int, RecordedStep]) -> Iterator[RankWeights]:
-    """Yield each parameter that every rank's optimizer has, whole; none where the ranks stepped differently."""
+    """Yield each parameter that every rank's optimizer has as a whole; none if the ranks took different steps."""
     if len({(step.optimizer, step.number) for step in steps.values()}) > 1:
         return
     if any(OBSERVER not in step.facts for step in steps.values()):
@@ -106,13 +109,13 @@ def weights_at(place: int, steps: Mapping[int, RecordedStep]) -> Iterator[RankWe
 
 
 def _place_in_optimizer(step: RecordedStep, number: int) -> int | None:
-    """Return the number, in the optimizer, of what holds a parameter, None if this rank's does not hold it."""
+    """Return the number of the optimizer's parameter that holds a parameter, None if this rank's holds none."""
     held = step.parameters[number].held_in
     return number if held is None else held if held >= 0 else None
 
 
 def _hold_the_same(steps: Mapping[int, RecordedStep], held: Mapping[int, int | None]) -> bool:
-    """Return whether what holds a parameter has the same pieces on all ranks."""
+    """Return whether the optimizer's parameter that holds a parameter has the same pieces on all ranks."""
     pieces = {
         tuple(one.name for one in step.parameters if one.held_in is not None and one.held_in == held[rank])
         for rank, step in steps.items()
@@ -136,22 +139,22 @@ def reduced_parameters(training: RecordedTraining) -> set[tuple[int, str]]:
 
 
 def all_gradients_are_reduced(training: RecordedTraining) -> bool:
-    """Say whether all ranks step with the same gradients throughout, and some of these were reduced over them."""
+    """Return whether all ranks always step with the same gradients, and some of these were reduced over ranks."""
     every = [one for place, steps in common_steps(training) for one in weights_at(place, steps)]
     return any(one.share_reduced_gradient for one in every) and not any(one.differ("gradients") for one in every)
 
 
 def common_steps(training: RecordedTraining) -> Iterator[tuple[int, Mapping[int, RecordedStep]]]:
-    """Yield the places of the steps that every rank of the world recorded, and the steps by rank."""
+    """Yield the index of each step that all ranks recorded, and the step by rank."""
     if len(training.ranks) == training.world_size:
         for place in range(min((len(rank.steps) for rank in training.ranks), default=0)):
             yield place, training.at(place)
 
 
 def weights_are_made_equal(training: RecordedTraining) -> bool:
-    """Say whether ranks that hold different weights after a step hold the same ones before a later one of them.
+    """Return whether ranks with different weights after a step have the same weights before a later one.
 
-    It may be beyond the recorded steps where torch's communication hook for local SGD leaves gradients as they are.
+    Torch's communication hook for local SGD counts as well: it may make weights equal only after the recorded steps.
     """
     if any(LOCAL_SGD in rank.facts.get("precision", {}).get("hooks", ()) for rank in training.ranks):
         return True
@@ -166,7 +169,7 @@ def weights_are_made_equal(training: RecordedTraining) -> bool:
 
 
 def ranks_begin_apart(training: RecordedTraining) -> bool:
-    """Say whether ranks begin to train with weights of their own, and nothing keeps them the same."""
+    """Return whether ranks begin to train with different weights, and no wrapper keeps these the same."""
     first = next(common_steps(training), None)
     return first is not None and any(one.differ("began") and not one.is_wrapped for one in weights_at(*first))
 
@@ -185,8 +188,8 @@ def of_all(compared: int, every: int) -> str:
 def shared_numbers(steps: Mapping[int, RecordedStep]) -> Mapping[int, Sequence[int]]:
     """Return, for each rank, the numbers of the parameters that every rank's optimizer has, in one order.
 
-    A parameter is known by its name in a module and its shape; one that no module holds, only where all ranks have the
-    same list.
+    A parameter is identified by its name in a module and its shape. One that no module holds is identified only if all
+    ranks have the same list.
     """
     keys = {tuple((one.name, one.shape) for one in step.parameters) for step in steps.values()}
     if len(keys) == 1:
@@ -201,7 +204,7 @@ def shared_numbers(steps: Mapping[int, RecordedStep]) -> Mapping[int, Sequence[i
 
 
 def shared_part(steps: Mapping[int, RecordedStep]) -> Mapping[int, RecordedStep]:
-    """Return the same step of several ranks as it concerns the parameters that every rank's optimizer has."""
+    """Return the same step of several ranks, restricted to the parameters that every rank's optimizer has."""
     numbers = shared_numbers(steps)
     return {
         rank: step if len(numbers[rank]) == len(step.parameters) else step.only(numbers[rank])

@@ -1,4 +1,4 @@
-"""Whether all ranks begin with the same weights, and hold the same after each step, where gradients are reduced."""
+"""Checks that ranks which reduce gradients begin with the same weights and hold the same after each step."""
 
 from __future__ import annotations
 
@@ -98,10 +98,10 @@ class UnequalScriptStart(UnequalStartCase):
 
 
 def _frozen(training: RecordedTraining, reduced: Collection[str]) -> Finding | None:
-    """Find frozen parameters that differ between ranks, in a model whose other gradients are averaged over them.
+    """Find frozen parameters that differ between ranks, in a model whose other gradients are averaged over ranks.
 
-    Without a wrapper, a script may mean it, as with a frozen teacher of each rank: it is accused only beside parameters
-    that must fit the frozen one, which are adapters and those of the same module.
+    Without a wrapper, a script may intend this, as with a frozen teacher on each rank. It is a failure only if trained
+    parameters must fit the frozen ones: adapters, and parameters of the same module.
     """
     is_first = all(any(step.number == 0 for step in rank.steps) for rank in training.ranks)
     noted = None
@@ -165,7 +165,7 @@ def _other_frozen(names: Sequence[str], of: int, although: str, hint: str) -> Fi
 
 
 def judge_ranks_agree(training: RecordedTraining) -> Iterator[Finding]:
-    """Yield one finding: the first step after which ranks differ that began it with the same weights, or none does."""
+    """Yield one finding: the first step after which weights that must agree differ between ranks, or that none do."""
     yield from failed_observers(training, "weights", AFTER_STEPS)
     if training.world_size == 1:
         return
@@ -208,7 +208,7 @@ def judge_ranks_agree(training: RecordedTraining) -> Iterator[Finding]:
 
 
 def without_excuse(findings: Sequence[Finding]) -> list[Finding]:
-    """Return findings that give the reason why ranks part, but do not excuse it, where gradients are wrong."""
+    """Return the findings; if gradients are wrong, the reason why ranks differ is no longer given as an excuse."""
     wrong = any(one.check == "gradients" and one.outcome is Outcome.FAILED for one in findings)
     return [
         replace(one, message=one.message.replace(f"; {IF_INTENDED}", ": "))
@@ -219,7 +219,7 @@ def without_excuse(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def must_agree(weights: RankWeights, optimizer: int, layout: RankLayout, reduced: Collection[tuple[int, str]]) -> bool:
-    """Say whether a parameter is meant to be the same on all ranks: a wrapper, its type or its gradients say so."""
+    """Return whether a parameter must be the same on all ranks, according to its wrapper, type or gradients."""
     if (optimizer, weights.parameter.name) in reduced or weights.is_replicated:
         return True
     return layout.is_data_parallel and (weights.is_wrapped or weights.share_gradient)
@@ -238,9 +238,9 @@ def _parted(steps: Mapping[int, RecordedStep], accused: list[RankWeights], of: i
 
 @dataclass(frozen=True, eq=False)
 class PartedScriptCase(PartedRanksCase):
-    """Parameters that differ between the ranks of a script after a step; ``first_seen``: nothing is known from before.
+    """Parameters that differ between the ranks of a script after a step; ``first_seen``: no earlier step is known.
 
-    Learning rates are not among the differences: their check names them.
+    Learning rates are left out, because their own check reports them.
     """
 
     accused: Sequence[RankWeights]

@@ -1,4 +1,4 @@
-"""One rank's received gradient at one step, and what it may be a combination of."""
+"""One rank's received gradient at one step, compared with combinations of local gradients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from plumbline.judge.oracle.noise import PROJECTION_MARGIN, UNDERFLOW, Deviation
 
 @dataclass(frozen=True)
 class Fit:
-    """How a combination fits: the largest error of a parameter over its rounding bound, and the common factor."""
+    """How well a combination fits.
+
+    ``ratio``: the largest error of a parameter, divided by its rounding bound. ``factor``: the common factor.
+    ``worst``: the index of the parameter with the largest error.
+    """
 
     ratio: float
     factor: float
@@ -32,14 +36,14 @@ class Fit:
 
 @dataclass(frozen=True, eq=False)
 class ReceivedGradient(GradientCase):
-    """One rank at one step.
+    """The gradient that one rank's optimizer received at one step.
 
-    ``ranks`` has this step as each rank recorded it, ``previous`` the step before of the same optimizer, None at the
-    first step. ``window`` is the largest number of backward passes of its steps. ``free_factor``: the gradient may be
-    shorter by one factor, because it was clipped. ``hook_format`` is the format to which a communication hook rounds
-    gradients, "" without one. ``parts`` are the names of parameters of which each rank holds another part: how their
-    gradients belong together is not known. ``factor`` is that of all wrong gradients. ``divisor`` is by what the script
-    has sums over ranks divided, None where that is the number of ranks.
+    ``ranks``: this step as each rank recorded it. ``previous``: the optimizer's previous step, None at the first one.
+    ``window``: the largest number of backward passes in any of the optimizer's steps. ``free_factor``: clipping may
+    have shortened the gradient by one factor. ``hook_format``: the format to which a communication hook rounds
+    gradients, "" without one. ``parts``: names of parameters of which each rank holds a different part, so that it is
+    unknown how their gradients belong together. ``factor``: the ratio of all wrong gradients to the right ones.
+    ``divisor``: the number by which the script divides sums over ranks, None if it is the number of ranks.
     """
 
     index: int
@@ -60,7 +64,7 @@ class ReceivedGradient(GradientCase):
 
     @property
     def location(self) -> str:
-        """The optimizer's own number of the step, and the rank, in words."""
+        """The optimizer's own step number, and the rank, in words."""
         return f"step {self.step.number}" + (f" on rank {self.rank}" if self.world > 1 else "")
 
     @property
@@ -100,25 +104,26 @@ class ReceivedGradient(GradientCase):
 
     @cached_property
     def received(self) -> Tensor:
-        """What the optimizer received, before it was clipped; a parameter without a gradient counts as zero."""
+        """The gradient that the optimizer received, before clipping. Parameters without a gradient count as zero."""
         return _zero_where_missing(self.step.before_clipping)
 
     @property
     def left(self) -> Tensor:
-        """What the step left in the gradients for the next one, if nobody zeroes them: clipped where it was clipped."""
+        """What the step leaves in the gradients if nothing zeroes them: what the optimizer received, after clipping."""
         return _zero_where_missing(self.step.received)
 
     @cached_property
     def covered(self) -> Tensor:
-        """For each parameter, whether a gradient arrived at it in a backward pass of any rank, or none was received.
+        """For each parameter, whether a backward pass of any rank reached it, or the received gradient is zero.
 
-        Not where it was removed: such a parameter does not move, which is how scripts freeze one for a while.
+        Excluded are guessed parameters, those in ``parts``, and those whose gradient the script removed. The latter do
+        not move, which is how scripts freeze parameters for a while.
         """
         return (self._arrived | (self.norms(self.received) == 0)) & ~self.removed & ~self._left_out
 
     @cached_property
     def removed(self) -> Tensor:
-        """For each parameter, whether every rank set its gradient to None before the step, but not those of all."""
+        """For each parameter, whether every rank set its gradient to None before the step, but not all gradients."""
         none = [[bool(part.isnan().all()) for part in one.parts(one.received)] for one in self.ranks.values()]
         everywhere = torch.tensor(none, dtype=torch.bool).reshape(len(none), len(self.parameters)).all(0)
         return everywhere & self._arrived & ~everywhere.all()
@@ -146,22 +151,22 @@ class ReceivedGradient(GradientCase):
 
     @property
     def compared(self) -> Tensor:
-        """For each parameter, whether its gradient is compared with one that is not zero: it could have differed."""
+        """For each parameter, whether its gradient is compared with a nonzero one, so that it could have differed."""
         return self._arrived & ~self.removed & ~self._left_out
 
     @property
     def is_zero(self) -> bool:
-        """Whether the optimizer received a gradient that is zero throughout."""
+        """Whether the received gradient is zero everywhere."""
         return bool(self.step.received.isfinite().any()) and not bool(self.received.any())
 
     def norms(self, vector: Tensor) -> Tensor:
-        """Return the norm of each parameter's segment."""
+        """Return the norm of each parameter's segment, its part of a vector."""
         return self.step.norms(vector)
 
     def exact(self, combination: Combination) -> Tensor | None:
-        """Return a combination of this step's exact gradients, NaN where there is none for a parameter.
+        """Return a combination of this step's exact gradients, NaN for parameters without one.
 
-        None without any.
+        None unless every backward pass has exact gradients.
         """
         shares = list(self._shares(combination.weight))
         parts = [weight * one.exact for _, weight, one in shares if one.exact is not None]
@@ -197,14 +202,14 @@ class ReceivedGradient(GradientCase):
         return total
 
     def _shares(self, weight: Weight) -> Iterator[tuple[int, float, BackwardPass]]:
-        """Yield each rank with each of its backward passes, and the factor of that pass: a right share weighs 1."""
+        """Yield each rank and backward pass with the factor of that pass. The right weight of a pass is 1."""
         for rank, step in self.ranks.items():
             for place, one in enumerate(step.passes):
                 yield rank, weight(rank, place, len(step.passes)) / (self.divisor or self.world) / one.scale, one
 
     @cached_property
     def units(self) -> Tensor:
-        """The unit roundoff of each parameter's gradient, in the coarsest format on its way."""
+        """The unit roundoff of each parameter's gradient, in the coarsest format that it passes through."""
         coarsest = [coarsest_unit(self._formats(one)) for one in self.parameters]
         return torch.tensor(coarsest, dtype=torch.float64)
 
@@ -212,7 +217,7 @@ class ReceivedGradient(GradientCase):
         return [one for one in (parameter.dtype, parameter.reduced, self.hook_format) if one]
 
     def _underflow(self, weight: Weight) -> Tensor:
-        """Return the norm of the constant part of one rounding of each parameter's gradient on every rank."""
+        """Return for each parameter the underflow part of one rounding of its gradient on every rank, as a norm."""
         largest = dict.fromkeys(self.ranks, 0.0)
         for rank, factor, _ in self._shares(weight):
             largest[rank] = max(largest[rank], abs(factor))
@@ -225,7 +230,7 @@ class ReceivedGradient(GradientCase):
         )
 
     def fit(self, combination: Combination) -> Fit:
-        """Compare a combination with what was received, up to a common factor where there may be one."""
+        """Compare a combination with the received gradient, up to a common factor if ``free_factor`` is set."""
         ratios, factor = self.errors(combination)
         worst = int(ratios.argmax()) if len(ratios) else 0
         return Fit(float(ratios[worst]) if len(ratios) else 0.0, factor, worst)
@@ -236,14 +241,14 @@ class ReceivedGradient(GradientCase):
 
     @property
     def is_right_to_16_bits(self) -> bool:
-        """Whether rounding to 16 bits explains the difference, where optimizers hold copies of the parameters."""
+        """Whether optimizers hold copies of the parameters, and rounding to 16 bits explains the difference."""
         is_copied = any(one.held_in is not None for one in self.parameters)
         return is_copied and replace(self, hook_format="bfloat16").fit(RIGHT).holds
 
     def misfits(self, prediction: Combination | SomeParameters | Match) -> Iterator[float]:
-        """Yield how many rounding bounds the furthest parameter is from a prediction; infinite if that is not a number.
+        """Yield the largest distance of a parameter from a prediction, in rounding bounds; NaN counts as infinite.
 
-        The step before may have overflowed.
+        The previous step may have overflowed.
         """
         if isinstance(prediction, Match):
             yield 0.0
@@ -266,12 +271,13 @@ class ReceivedGradient(GradientCase):
         return torch.where(error > 0, ratio, self.zero), factor
 
     def in_noise(self, combination: Combination, factor: float, only: int | None = None) -> Deviation | None:
-        """Return the error of all covered parameters together, or of one; None without any noise.
+        """Return the error of all covered parameters together, or of parameter ``only``; None without any noise.
 
-        Noise is the distance between the local gradients and the exact ones, combined in the same way, and a rounding
-        for each addition on the way to the optimizer, which are taken to be independent. A communication hook rounds
-        each rank's gradient first. The limit is the largest error that ``fit`` takes for rounding: its bound is around
-        the local gradients, and the error is that from the exact ones.
+        Noise has two parts: the distance between the local gradients and the exact ones, combined in the same way, and
+        one rounding for each addition on the way to the optimizer. The roundings are taken to be independent. A
+        communication hook rounds each rank's gradient first. The limit is the largest error that ``fit`` accepts as
+        rounding. ``fit`` bounds the distance from the local gradients, while the error is the distance from the exact
+        ones, so the limit adds the distance between the two.
         """
         value, exact = self.value(combination), self.exact(combination)
         target = value if exact is None else torch.where(exact.isnan(), value, exact)

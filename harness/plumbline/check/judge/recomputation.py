@@ -1,4 +1,4 @@
-"""Whether activation checkpoints recompute what the forward computed, so that gradients are those of the forward."""
+"""Checks that activation checkpoints recompute what the forward computed, so that gradients match the forward."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from plumbline.judge.findings import failed_with_hint, passed
 CHECK = "recomputation"
 
 LIMIT = 4.0
-"""How many times as far from the exact gradient as its replay a gradient may be that differs by rounding alone: twice
-as far where both err, and twice that because a distance of few numbers varies."""
+"""How many times further from the exact gradient than its replay a gradient can be by rounding alone: twice as far if
+both err, and twice that because a distance of few numbers varies."""
 
 RUN_AGAIN = "modules that a backward pass ran again"
 
@@ -31,8 +31,8 @@ _OTHER_NUMBERS = "drew different random numbers than the forward, for example di
 class _Judged:
     """How far a backward pass is from the gradient of the forward that ran.
 
-    ``parameter`` is furthest from it in multiples of its noise, ``x_noise``. ``share`` is the distance of the whole
-    gradient, relative to its norm.
+    ``parameter`` has the largest distance in multiples of its noise, and ``x_noise`` is that distance. ``share`` is the
+    distance of the whole gradient, relative to its norm.
     """
 
     rank: int
@@ -45,7 +45,7 @@ class _Judged:
 
 
 def judge_recomputation(training: RecordedTraining) -> Iterator[Finding]:
-    """Yield whether what was recomputed is what the forwards computed; nothing where nothing was recomputed."""
+    """Yield whether recomputations match the forwards; nothing if nothing was recomputed."""
     yield from failed_observers(training, "recomputation", CHECK)
     noted = [facts for rank in training.ranks for one in passes_of(rank) if (facts := one.facts.get(CHECK))]
     if not noted:
@@ -70,7 +70,7 @@ def judge_recomputation(training: RecordedTraining) -> Iterator[Finding]:
 
 
 def recomputed_unjudged(training: RecordedTraining) -> set[tuple[int, str]]:
-    """Return optimizers and names of parameters of which it is not known whether wrong values were recomputed."""
+    """Return optimizer and name of each parameter for which it is unknown whether wrong values were recomputed."""
     found = set()
     for _, step, one in _suspected(training):
         size = step.norms(one.local)
@@ -93,7 +93,7 @@ def _suspected(training: RecordedTraining) -> Iterator[tuple[int, RecordedStep, 
 
 
 def _known(step: RecordedStep, one: BackwardPass) -> Tensor:
-    """Return for each parameter whether its gradient arrived and was computed again, also with its noise."""
+    """Return for each parameter whether its gradient arrived, and was replayed exactly and in native precision."""
     local = step.norms(one.local)
     if one.exact is None or one.native is None:
         return torch.zeros_like(local, dtype=torch.bool)
@@ -109,8 +109,8 @@ def _furthest(rank: int, step: RecordedStep, one: BackwardPass) -> Iterator[_Jud
     exact = step.norms(one.exact)
     apart, noise = step.norms(one.local - one.exact), step.norms(one.native - one.exact)
     size, every_noise = _together(exact, known), _together(noise, known)
-    # Of few numbers some are right by chance: noise is at least what it is, relatively, in all parameters together. It
-    # is not measured where the training computes as precisely as the replay: half of the digits are then enough.
+    # Of few numbers, some are right by chance, so relative noise is at least that of all parameters together. It cannot
+    # be measured if the training is as precise as the replay; half of the digits are then enough.
     eps = max(_eps(parameter) for parameter, is_known in zip(step.parameters, known, strict=True) if is_known)
     relative = every_noise / size if every_noise and size else math.sqrt(eps)
     least = torch.maximum(noise, relative * torch.where(exact > 0, exact, size))

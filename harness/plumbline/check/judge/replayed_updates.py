@@ -35,7 +35,7 @@ Key = tuple[int, str]
 
 def replayed_updates(training: RecordedTraining) -> ReplayedUpdates:
     """Return how far the weights after each step are from its replay."""
-    # Ranks that compute one loss together may well add up what each has of its gradient.
+    # Ranks that compute one loss together may rightly add up their shares of the gradient.
     is_divided = None if forward_communicates(training) else is_loss_divided(training.ranks)
     updates = ReplayedUpdates(is_divided, _by_turns(training))
     for one in noted(training, OBSERVER):
@@ -45,10 +45,10 @@ def replayed_updates(training: RecordedTraining) -> ReplayedUpdates:
 
 @dataclass(eq=False)
 class ReplayedUpdates:
-    """Errors of all parameters that were judged, with the step of each, and why others were not.
+    """Errors of all parameters that were judged, each with its step, and why others were not judged.
 
-    ``is_loss_divided``: whether each rank divides its loss by the number of ranks, None where that is not known.
-    ``by_turns``: why it may be meant that a parameter is stepped otherwise at some steps than at others.
+    ``is_loss_divided``: whether each rank divides its loss by the number of ranks, None if unknown. ``by_turns``: why
+    it may be intended that a parameter is stepped differently at different steps.
     """
 
     is_loss_divided: bool | None = None
@@ -60,17 +60,17 @@ class ReplayedUpdates:
 
     @property
     def judged(self) -> set[Key]:
-        """The parameters that a judged step moved, or should have, on every rank whose step moves them."""
+        """The parameters that a judged step moved, or should have moved, on every rank whose step moves them."""
         return {key for _, key in self._moved} - self.left_out.keys()
 
     @property
     def left_out(self) -> dict[Key, str]:
-        """Why some update of a parameter was not judged on some rank, or none was due to move it on any."""
+        """Why an update of a parameter was not judged on some rank, or that no step should have moved it on any."""
         moved = {key for _, key in self._moved}
         return {key: why for (_, key), why in self._reasons.items() if why != NOT_MOVED or key not in moved}
 
     def add(self, one: ObserverFacts) -> None:
-        """Take a step that an optimizer took on one rank."""
+        """Add a step that an optimizer took on one rank."""
         if one.step.skipped:
             return
         doubt = "" if one.facts["why"] or _repeats(one) else _why_inconclusive(one)
@@ -132,7 +132,7 @@ def _why_inconclusive(one: ObserverFacts) -> str:
 
 
 def _repeats(one: ObserverFacts) -> bool:
-    """Return whether the step is the replay's and, of other classes, that of a copy in its own precision."""
+    """Return whether the step matches its replay and, for classes outside torch, a copy in its own precision."""
     return all(
         in_noise(row[1], row[2]) <= limit() and in_noise(row[6], row[7]) <= limit()
         for row in one.facts["parameters"]
@@ -158,7 +158,7 @@ def _by_turns(training: RecordedTraining) -> dict[Key, str]:
 
 
 def _has_right_one_of_shape(one: ObserverFacts, name: str) -> bool:
-    """Return whether another parameter of the shape of this one has the right update in the same step."""
+    """Return whether another parameter of the same shape has the right update in the same step."""
     shapes = {each.name: each.shape for each in one.step.parameters}
     right = [one.parameter(number) for number, known in near_replays(one).items() if known.moves_rightly]
     return any(shapes.get(other) == shapes.get(name) for other in right)

@@ -1,4 +1,4 @@
-"""By how much the gradient of the first step moves if its samples are dealt to other ranks and micro-batches."""
+"""Measures how the first step's gradient changes if its samples go to other ranks and micro-batches."""
 
 from __future__ import annotations
 
@@ -20,29 +20,30 @@ from plumbline.report.text import in_two_digits
 CHECK = "resplit"
 
 Rerun = Callable[[RecordingOptions, Deal], Sequence[RecordedTraining]]
-"""Runs the training again, with samples dealt as it is told, and returns what was recorded."""
+"""Runs the training again with the given distribution of samples, and returns what was recorded."""
 
 UNSTEADY = 0.02
-"""By how much a gradient may move although the split is the same, relative to its norm. Chosen: above what rounding to
-bfloat16 does, and below what other random numbers do. Where it moves more, nothing is said about the split."""
+"""Largest change of a gradient, relative to its norm, although the split is the same. Chosen: above the effect of
+rounding to bfloat16, and below that of different random numbers. If it changes more, nothing is said about the
+split."""
 
 MOVED = 10.0
-"""How many times as far as by the order of samples a gradient must move where the split is said to move it. Chosen:
-both are norms of one rounding error each. Nothing is accused by it."""
+"""Smallest ratio of the change by a new split to the change by a new order of samples that is reported. Chosen: both
+are norms of one rounding error each. It never causes a failure."""
 
 LEAST = 1e-5
-"""The smallest relative move that is told: some hundred roundings of float32."""
+"""The smallest relative change that is reported: some hundred roundings of float32."""
 
 _WITHOUT_DROPOUT = RecordingOptions(steps=1, stop=True, splits=True, without_dropout=True)
 
 
 class _UnknownError(Exception):
-    """The samples of the step cannot be dealt otherwise; the message says why."""
+    """The samples of the step cannot be redistributed; the message says why."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """The samples of each micro-batch of each rank in the first step, and from which iterator the rank has them."""
+    """The samples of each micro-batch of each rank in the first step, and the iterator that yields them."""
 
     batches: Mapping[int, list[list[int]]]
     iterators: Mapping[int, int]
@@ -57,11 +58,11 @@ class Split:
         return self._deal(self.batches)
 
     def ordered_otherwise(self) -> Deal:
-        """Return the same micro-batches with their samples in reverse order, and the last one first."""
+        """Return the same micro-batches in reverse order, each with its samples in reverse order."""
         return self._deal({rank: [batch[::-1] for batch in own][::-1] for rank, own in self.batches.items()})
 
     def dealt_otherwise(self) -> Deal:
-        """Return micro-batches of the same sizes, each with samples of as many of the others as there are."""
+        """Return micro-batches of the same sizes, each with samples from as many of the others as possible."""
         places = [(rank, place) for rank, own in self.batches.items() for place in range(len(own))]
         room = {place: len(self.batches[place[0]][place[1]]) for place in places}
         made: dict[tuple[int, int], list[int]] = {place: [] for place in places}
@@ -80,10 +81,10 @@ class Split:
 
 
 def judge_resplit(trainings: Sequence[RecordedTraining], rerun: Rerun) -> Finding:
-    """Train the first step again, with its samples ordered otherwise, and dealt otherwise.
+    """Train the first step again, once with its samples reordered and once with its samples redistributed.
 
-    ``trainings`` are those of the first run. Dropout is switched off, because its masks belong to places in a batch:
-    if there is any, the step is also trained again with the samples where they were.
+    ``trainings`` are those of the first run. Dropout is switched off, because its masks depend on positions in a batch.
+    If the script uses dropout, the step is also trained again with the original split.
     """
     try:
         first = _sole(trainings)

@@ -1,4 +1,4 @@
-"""Whether an optimizer's state is restored when a training is resumed, on as many ranks or on others."""
+"""Checks that a resumed training restores the optimizer's state, on the same or a different number of ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHECK = "resumption"
 
 
 def judge_resumed_state(pair: Resumption) -> Finding | None:
-    """Return what is wrong with the optimizer state with which the resumed training begins; None if nothing is."""
+    """Return what is wrong with the optimizer state at the start of the resumed training; None if nothing is."""
     if not pair.same_ranks:
         return _state_on_other_ranks(pair)
     for place, rank, expected, step in pair.pairs():
@@ -63,7 +63,7 @@ def _state_on_other_ranks(pair: Resumption) -> Finding | None:
 
 
 def _of_both(pair: Resumption) -> tuple[dict[Name, dict[str, set[Any]]], dict[Name, dict[str, set[Any]]]]:
-    """Return the known states of the resumed training and of the whole one, where the one goes on with the other."""
+    """Return the known states of the resumed training and of the whole one at the step where it resumes."""
     return _known_states(pair.resumed, dict.fromkeys(pair.begins, 0)), _known_states(pair.whole, pair.begins)
 
 
@@ -80,12 +80,12 @@ def _known_states(training: RecordedTraining, begins: Mapping[int, int]) -> dict
 
 
 def _of_one_value(state: Mapping[str, set[Any]]) -> dict[str, Any]:
-    """Return what all ranks have alike: they may share state out in slices."""
+    """Return the values on which all ranks agree. Each rank may hold a slice of a state."""
     return {key: next(iter(values)) for key, values in state.items() if len(values) == 1}
 
 
 def shares_states(pair: Resumption) -> bool:
-    """Return whether states could be compared on another number of ranks; some optimizers have none."""
+    """Return whether states could be compared on a different number of ranks, or the optimizers have none."""
     known = _of_both(pair)
     mine, theirs = ({name: _of_one_value(state) for name, state in one.items()} for one in known)
     has_any = any(states for one in known for states in one.values())

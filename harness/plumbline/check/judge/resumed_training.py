@@ -1,4 +1,4 @@
-"""A training that was resumed beside one that nothing interrupted: the same steps, weights and optimizer states."""
+"""Pairs a resumed training with an uninterrupted one: the same steps, weights and optimizer states."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ STATE = "resumable-state"
 
 @dataclass(frozen=True)
 class Resumption:
-    """Two trainings: ``whole`` from its first step on, ``resumed`` from its first step after ``interrupted`` steps.
+    """Two trainings: ``whole`` was not interrupted, ``resumed`` was resumed after ``interrupted`` steps.
 
-    ``begins`` are the steps of the whole training from which the resumed one goes on, by optimizer.
+    ``begins``: for each optimizer, the step of the whole training at which the resumed one continues.
     """
 
     whole: RecordedTraining
@@ -24,7 +24,7 @@ class Resumption:
 
     @property
     def begin(self) -> int:
-        """The step from which the first optimizer goes on."""
+        """The step at which the first optimizer continues."""
         return self.begins[min(self.begins)]
 
     @property
@@ -32,9 +32,9 @@ class Resumption:
         return self.whole.world_size == self.resumed.world_size
 
     def pairs(self) -> Iterator[tuple[int, int, RecordedStep, RecordedStep]]:
-        """Yield each resumed step: its place, the rank, the step of the whole training, and the resumed one itself.
+        """Yield each resumed step: its number, its rank, the matching step of the whole training, and the step itself.
 
-        On other numbers of ranks, each is compared with rank 0 of the whole training.
+        On a different number of ranks, each rank is compared with rank 0 of the whole training.
         """
         others = {one.rank: _by_number(one.steps) for one in self.whole.ranks}
         for rank in self.resumed.ranks:

@@ -1,4 +1,4 @@
-"""Whether a training that was interrupted and started again goes on as one that was not."""
+"""Checks that a training that was interrupted and resumed continues like one that was not."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from plumbline.report.text import in_two_digits
 CHECK = "resumption"
 
 ROUNDING = 1e-4
-"""The relative distance of weights up to which another order of sums explains it. Chosen: rounding of float32 grows to
-less in a few steps, and rounding to bfloat16 makes a thousandth. Below it, nothing is accused."""
+"""Relative distance of weights that a different order of sums explains. Chosen: rounding of float32 grows to less in a
+few steps, and rounding to bfloat16 causes a thousandth. Below it, no failure is reported."""
 
 SAME_SETTING = 1e-6
-"""The relative distance up to which settings are the same: schedules in closed form round otherwise than steps."""
+"""Relative distance up to which settings are equal: schedules in closed form round differently than step-by-step
+ones."""
 
 _LOADED_NOTHING = "check that a checkpoint had been saved, that the command finds it, and that its weights are loaded"
 
@@ -36,12 +37,12 @@ def judge_resumption(
     whole: Sequence[RecordedTraining],
     interrupted: int,
 ) -> Iterator[Finding]:
-    """Yield what the resumed training does otherwise, the first cause first; or that it goes on as the whole one.
+    """Yield how the resumed training differs, the first cause first, or that it continues like the whole one.
 
     Args:
         first: the training that was interrupted.
-        resumed: what was recorded of it after the restart.
-        whole: the same training, without an interruption, at least until the step of the interruption.
+        resumed: the same training, as recorded after the restart.
+        whole: the same training without an interruption, at least up to the step of the interruption.
         interrupted: the number of steps that the first training took.
     """
     why = _why_not(first, resumed, whole, interrupted)
@@ -57,7 +58,7 @@ def judge_resumption(
             yield _weights(Resumption(whole[0], resumed[0], interrupted, {optimizer: interrupted}), optimizer)
             return
     last = {optimizer: begins[-1] for optimizer, begins in found.items()}
-    # Where weights stand still, as in skipped steps, several steps begin with them.
+    # If weights do not change, as in skipped steps, several steps begin with the same ones.
     pairs = [
         Resumption(whole[0], resumed[0], interrupted, {**last, min(found): begin})
         for begin in reversed(found[min(found)])
@@ -109,7 +110,7 @@ def _agree(pair: Resumption, steps: int, sizes: str) -> str:
 
 
 def _extent(pair: Resumption) -> tuple[int, int, bool]:
-    """Return how many parameters of the first rank were compared, of how many, and whether any other is a shard."""
+    """Return the numbers of compared and of all parameters of the first rank, and whether others are shards."""
     compared, every, has_shards = 0, 0, False
     for optimizer, begin in pair.begins.items():
         own = next((one for one in pair.resumed.ranks[0].steps if one.optimizer == optimizer), None)
@@ -124,7 +125,7 @@ def _extent(pair: Resumption) -> tuple[int, int, bool]:
 
 
 def _other_sizes(pair: Resumption) -> str:
-    """Say that steps on other numbers of ranks have other numbers of samples, as with a fixed batch on each rank."""
+    """Return how step sizes differ between numbers of ranks, as with a fixed batch per rank; "" if they do not."""
     if pair.same_ranks:
         return ""
     mine, theirs = (
@@ -139,7 +140,7 @@ def _other_sizes(pair: Resumption) -> str:
 
 
 def _uses_the_same_samples(pair: Resumption) -> bool:
-    """Return whether the resumed training goes on with the samples of the whole one, in steps of another size."""
+    """Return whether the resumed training continues with the samples of the whole one, in steps of a different size."""
     mine, theirs = _rows_by_step(pair.resumed, of_each=False), _rows_by_step(pair.whole, of_each=False)
     own = _rows_until(mine[place] for place in sorted(mine))
     expected = _rows_until(theirs[place] for place in sorted(theirs) if place[0] >= pair.begin)
@@ -148,7 +149,7 @@ def _uses_the_same_samples(pair: Resumption) -> bool:
 
 
 def _rows_until(steps: Iterable[Sequence[int]]) -> dict[int, list[int]]:
-    """Return the rows of all steps up to the end of each, by their number; their order over ranks is not known."""
+    """Return the sorted rows of all steps up to the end of each, by their count. Their order over ranks is unknown."""
     rows: list[int] = []
     found = {}
     for step in steps:
@@ -188,7 +189,7 @@ def _why_not(
 
 
 def _begins(whole: RecordedTraining, resumed: RecordedTraining, interrupted: int, optimizer: int) -> list[int]:
-    """Return the steps of an optimizer that begin, on all ranks, with the weights of its first resumed step."""
+    """Return the steps of the whole training that begin, on all ranks, with the weights of the first resumed step."""
     found: set[int] | None = None
     with_shards = whole.world_size == resumed.world_size
     for rank in resumed.ranks:
@@ -208,7 +209,7 @@ def _begins(whole: RecordedTraining, resumed: RecordedTraining, interrupted: int
 
 
 def _weights(pair: Resumption, optimizer: int) -> Finding:
-    """Return what is wrong with weights of an optimizer that no step of the whole training begins with."""
+    """Return the finding about initial weights of the resumed training that match no step of the whole one."""
     firsts = [next(one for one in rank.steps if one.optimizer == optimizer) for rank in pair.resumed.ranks]
     start = [step_at(pair, rank, 0, optimizer) for rank in range(len(firsts))]
     last = [step_at(pair, rank, pair.interrupted, optimizer) for rank in range(len(firsts))]
@@ -290,7 +291,7 @@ def _settings(pair: Resumption) -> Finding | None:
 
 
 def _samples(pair: Resumption) -> Finding | None:
-    """Compare the rows of each step: those of each rank or, on another number of ranks, those of all together."""
+    """Compare the rows of each step: per rank or, on a different number of ranks, over all ranks together."""
     mine, theirs = _rows_by_step(pair.resumed, pair.same_ranks), _rows_by_step(pair.whole, pair.same_ranks)
     resumed = sorted(mine)
     for place, rank in resumed:
@@ -300,7 +301,7 @@ def _samples(pair: Resumption) -> Finding | None:
         offset = next((one for one in sorted({number for number, _ in theirs}) if _begins_at(one, mine, theirs)), None)
         known = {row for rows in theirs.values() for row in rows}
         if offset is None and not known.intersection(mine[place, rank]):
-            return None  # what goes into the model is drawn at random, as noise and masks are
+            return None  # the model's inputs are drawn at random, as noise and masks are
         cause, what = _position(offset, pair.begin)
         return failed_with_hint(
             CHECK, f"step {place} after the restart has other samples than step {pair.begin + place} of the "
@@ -314,7 +315,7 @@ def _samples(pair: Resumption) -> Finding | None:
 def _begins_at(
     offset: int, mine: Mapping[tuple[int, int], list[int]], theirs: Mapping[tuple[int, int], list[int]]
 ) -> bool:
-    """Return whether resumed steps have the rows of those from ``offset`` on, as far as these were recorded."""
+    """Return whether resumed steps have the rows of the whole training from step ``offset`` on, as far as known."""
     known = [place for place in mine if (offset + place[0], place[1]) in theirs]
     enough = min(2, len({step for step, _ in mine}))
     return len({step for step, _ in known}) >= enough and all(

@@ -1,4 +1,4 @@
-"""Whether the ranks of a data-parallel training use different rows, and an epoch another order than the one before."""
+"""Checks that data-parallel ranks use different rows, and that an epoch has another order than the previous one."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from plumbline.judge.findings import passed
 from plumbline.judge.hypothesis import failed_by
 
 CHANCE = math.log(1e-8)
-"""Logarithm of the probability below which equal rows are no chance."""
+"""Logarithm of the probability below which equal rows are not taken for chance."""
 
 ALIKE = 0.1
-"""Relative distance of two ranks' gradients below which they saw the same targets, and did the same with them.
+"""Relative distance of two ranks' gradients below which both used the same targets in the same way.
 
-Chosen: rounding to 16 bits makes a hundredth of it, and other targets several times as much. It is asked only of ranks
-whose inputs are equal: where gradients are further apart, these are not accused.
+Chosen: rounding to 16 bits causes a hundredth of it, and different targets several times as much. It applies only to
+ranks with equal inputs. If their gradients are further apart, no failure is reported.
 """
 
 
@@ -71,7 +71,7 @@ def _rows(training: RecordedTraining, layout: RankLayout) -> Iterator[Finding]:
 
 
 def _forwards(rank: RecordedRank) -> list[Facts]:
-    """Return the forwards of a rank, without those in evaluation mode where there are others."""
+    """Return the training-mode forwards of a rank, or all of its forwards if there are none."""
     forwards = forwards_of(rank, "batches")
     return [one for one in forwards if one["training"]] or forwards
 
@@ -87,7 +87,7 @@ def _ranks_with_the_same_rows(training: RecordedTraining) -> list[list[int]]:
 
 
 def all_use_different_rows(training: RecordedTraining) -> bool:
-    """Return whether no two ranks use the same rows in all recorded forwards, where rows are known."""
+    """Return whether no two ranks use the same rows in all recorded forwards, and the rows are known."""
     groups = _ranks_with_the_same_rows(training)
     return sum(map(len, groups)) == training.world_size == len(groups)
 
@@ -125,20 +125,20 @@ def _innocent(
     targets = {_targets(rank) for rank in ranks}
     if len(targets) > 1:
         return "but their targets differ"
-    # Shards of gradients cannot be compared, and those of other dropout masks differ. The same rows with the same
-    # targets are enough there.
+    # Shards of gradients cannot be compared, and gradients with different dropout masks differ. In these cases, equal
+    # rows and targets are enough.
     if (layout.is_sharded or _random(ranks)) and all(targets):
         return None
     return None if _gradients_alike(ranks) else "but they compute different gradients from them"
 
 
 def _of_first_module(forwards: Sequence[Facts]) -> list[Facts]:
-    """Return the forwards of the module that was called first: what it wraps, or calls next, has the same batches."""
+    """Return the forwards of the module that was called first. Modules inside or after it get the same batches."""
     return [forward for forward in forwards if forward["module"] == forwards[0]["module"]]
 
 
 def _different_rows(batches: Iterable[Facts]) -> int:
-    """Return how many rows the first batches have up to the first row that comes again."""
+    """Return the number of rows in the batches before the first one that repeats a row."""
     seen: set[int] = set()
     for batch in batches:
         rows = set(batch["hashes"])
@@ -149,10 +149,10 @@ def _different_rows(batches: Iterable[Facts]) -> int:
 
 
 def _chance(rows: int) -> float:
-    """Return the logarithm of the largest probability that two ranks draw the same different rows in the same order.
+    """Return the log of the largest probability that two ranks draw the same ``rows`` distinct rows in the same order.
 
-    From n values, each as likely as the others, that is n! (1/n)^(2n); from other values it is less. Data that repeat
-    themselves thus are no evidence.
+    For n equally likely values, it is n! (1/n)^(2n); for others it is less. Data that repeat themselves are thus no
+    evidence.
     """
     return math.lgamma(rows + 1) - 2 * rows * math.log(rows) if rows else 0.0
 
@@ -176,11 +176,11 @@ def _gradients_alike(ranks: Sequence[RecordedRank]) -> bool:
 
 
 def _chance_of_order(batches: Sequence[Facts]) -> float:
-    """Return the logarithm of the largest probability that two ranks draw rows that come again in the same order.
+    """Return the log of the largest probability that two ranks draw repeating rows in the same order.
 
-    k different rows that each rank shuffles for itself have the same order with the probability 1 / k!, and rows that
-    each draws for itself are equal less often. Rows in runs, and data that repeat themselves, are no evidence: there,
-    each row is followed by the same row again. Nor are data of a few rows.
+    If each rank shuffles k different rows by itself, the orders are equal with the probability 1 / k!. Rows that each
+    rank draws by itself are equal less often. Rows in runs, and data that repeat themselves, are no evidence: in these,
+    each row is always followed by the same row. Data with few rows are no evidence either.
     """
     if any(len(one["hashes"]) < one["rows"] for one in batches):
         return 0.0
@@ -198,7 +198,7 @@ def _chance_of_order(batches: Sequence[Facts]) -> float:
 
 
 def _period(rows: Sequence[int]) -> int:
-    """Return after how many rows all of them come again in the same order; their number if they do not."""
+    """Return the number of rows after which all repeat in the same order, or the number of all rows if none do."""
     return next((one for one in range(1, len(rows) // 2 + 1) if rows[one:] == rows[:-one]), len(rows))
 
 
@@ -213,9 +213,9 @@ def _whole_data_everywhere(training: RecordedTraining) -> Finding | None:
 
 
 def _shared_rows(training: RecordedTraining) -> tuple[int, float]:
-    """Return how many rows several ranks used in one epoch, and the logarithm of the chance that none met on a rank.
+    """Return how many rows several ranks used in one epoch, and the log of the chance that no rank got a row twice.
 
-    If equal rows lay in the data and were dealt out at random, m copies would be on m different ranks of w with the
+    If the data had m equal rows and dealt them out at random, they would be on m different ranks of w with the
     probability w! / ((w - m)! w^m).
     """
     world, shared, chance = training.world_size, 0, 0.0
@@ -229,7 +229,7 @@ def _shared_rows(training: RecordedTraining) -> tuple[int, float]:
 
 
 def _rows_by_epoch(training: RecordedTraining) -> list[list[Counter[int]]]:
-    """Return the rows that each rank used, for each pass through a loader; those without a loader are one epoch."""
+    """Return the rows that each rank used in each pass through a loader. Rows without a loader form one epoch."""
     by_epoch: dict[tuple[int, int] | None, list[Counter[int]]] = {}
     for rank in training.ranks:
         own: dict[tuple[int, int] | None, Counter[int]] = {}
@@ -270,7 +270,7 @@ def _rows_used(training: RecordedTraining) -> Finding | None:
 
 
 def _repeats_an_epoch(forwards: Sequence[Facts]) -> bool:
-    """Say whether batches of two passes through one loader have the same place and the same rows."""
+    """Return whether two passes through one loader have the same batch in the same place."""
     seen: dict[tuple[int, int, str], int] = {}
     for one in forwards:
         if (fetched := one["fetched"]) is not None:

@@ -1,4 +1,4 @@
-"""What the samplers of the ranks were set to, and which orders they gave, epoch after epoch."""
+"""The settings of the ranks' samplers, and the orders that they gave in each epoch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from plumbline.judge.hypothesis import failed_by
 
 CHECK = "samples"
 LEAST = 8
-"""Indices from which two orders are known to be the same: 8! is 40 000."""
+"""Number of indices from which equal orders are not chance: 8! is 40 000."""
 
 
 def training_samplers(rank: RecordedRank) -> set[int]:
-    """Return the numbers of the samplers from whose loaders the recorded forwards had their batches."""
+    """Return the numbers of the samplers behind the batches of the recorded forwards in training mode."""
     fetched = [forward["fetched"] for forward in forwards_of(rank, "batches") if forward.get("training")]
     return {one["sampler"] for one in fetched if one is not None and one["sampler"] is not None}
 
 
 def sampler_passes(rank: RecordedRank) -> Iterator[Facts]:
-    """Yield the passes through samplers that a rank trained on, where the order is that of torch's own class."""
+    """Yield the passes through samplers that a rank trained on, if the sampler is of torch's own class."""
     numbers = training_samplers(rank)
     for one in rank.facts.get("loaders", {}).get("samplers", ()):
         if one["sampler"] in numbers and one["own"]:
@@ -31,10 +31,10 @@ def sampler_passes(rank: RecordedRank) -> Iterator[Facts]:
 
 
 def same_order_again(training: RecordedTraining) -> Finding | None:
-    """Return the failure of a DistributedSampler that shuffles, and gives every epoch the order of the first.
+    """Return the failure of a DistributedSampler that shuffles but gives every epoch the same order.
 
-    Passes without a step of the optimizer do not count: something was only evaluated. Where every pass was broken off,
-    as to overfit a few batches, it is a note.
+    Passes without an optimizer step do not count, because they only evaluate. If every pass ended early, as when a
+    script overfits a few batches, it is a note.
     """
     for rank in training.ranks:
         for passes in _in_one_order(rank):
@@ -64,7 +64,7 @@ def _in_one_order(rank: RecordedRank) -> Iterator[list[Facts]]:
 
 
 def different_seeds(training: RecordedTraining) -> Finding | None:
-    """Return the failure of DistributedSamplers that cut shards out of different orders."""
+    """Return the failure of DistributedSamplers that take their shards from different orders."""
     firsts = {rank.rank: next(sampler_passes(rank), None) for rank in training.ranks}
     known = {rank: one for rank, one in firsts.items() if one is not None and one["distributed"] and one.get("shuffle")}
     if len(known) < training.world_size:
@@ -82,7 +82,7 @@ def different_seeds(training: RecordedTraining) -> Finding | None:
 
 
 def whole_data_on_every_rank(training: RecordedTraining) -> bool:
-    """Say whether each rank goes through all of a data set of one length by itself, in an order of its own."""
+    """Return whether each rank goes through a whole data set of the same length, in its own order."""
     firsts = [next(sampler_passes(rank), None) for rank in training.ranks]
     known = [one for one in firsts if one is not None and not one["distributed"] and not one.get("replacement", True)]
     if len(known) < training.world_size or any(one.get("num_samples") != one["length"] for one in known):

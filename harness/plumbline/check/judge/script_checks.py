@@ -73,7 +73,7 @@ KINDS[RecordedTraining] = Kind(SCRIPT_RULES, same_cause=False)
 
 @dataclass(frozen=True)
 class CheckedTraining:
-    """One training of a command and what was found in it, in reading order; ``estimate`` is that of a dry run."""
+    """One training of a command, its findings in reading order, and the cost ``estimate`` of a dry run."""
 
     training: RecordedTraining
     findings: list[Finding]
@@ -91,7 +91,7 @@ def judged_trainings(folder: Path) -> list[CheckedTraining]:
 
 
 def with_resplit(checked: Sequence[CheckedTraining], rerun: Rerun) -> list[CheckedTraining]:
-    """Return trainings with the finding of a first step that was trained again with its samples split otherwise."""
+    """Return trainings with the finding about their first step, trained again with a different split of its samples."""
     found = judge_resplit([one.training for one in checked], rerun)
     return [replace(one, findings=[*one.findings, found]) for one in checked]
 
@@ -103,10 +103,10 @@ def with_resumption(
     interrupted: int,
     obstacle: str = "",
 ) -> list[CheckedTraining]:
-    """Return resumed trainings with what they do otherwise than the ``whole`` one, which nothing interrupted.
+    """Return resumed trainings with findings on how they differ from the uninterrupted ``whole`` one.
 
-    ``first`` was interrupted after ``interrupted`` steps. ``obstacle`` says why they cannot be compared; "" if
-    nothing prevents it.
+    ``first`` was interrupted after ``interrupted`` steps. ``obstacle`` says why they cannot be compared; "" if nothing
+    prevents it.
     """
     resumed = [one.training for one in checked]
     found = [not_judged(RESUMPTION, obstacle)] if obstacle else [*judge_resumption(first, resumed, whole, interrupted)]

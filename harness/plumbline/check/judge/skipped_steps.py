@@ -1,4 +1,4 @@
-"""What a script shows of skipped steps: were gradients not finite, on all ranks, and were all other steps right?"""
+"""Checks that steps are skipped on all ranks and only for infinities or NaN, and that other steps stay finite."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def _moved(training: RecordedTraining) -> Iterator[Finding]:
 
 
 def _for_nothing(training: RecordedTraining) -> Iterator[Finding]:
-    """Find skipped steps with gradients that were finite on every rank: a scaler may ask the others."""
+    """Find skipped steps whose gradients were finite on every rank. A scaler may take other ranks into account."""
     found = (skipped_for_nothing([*map(_skipped, ranks.values())]) for ranks in _skipped_by_all(training))
     return (finding for finding in found if finding is not None)
 
 
 def _without_overflow(training: RecordedTraining) -> Iterator[Finding]:
     if len({one.optimizer for one in noted(training, OBSERVER)}) > 1:
-        return  # where all gradients are clipped together, one's infinity is in the other's too
+        return  # if all gradients are clipped together, an infinity of one optimizer spreads to the others
     for ranks in _skipped_by_all(training):
         if not step_copies(ranks.values()) or not _far_from_overflow([one.step for one in ranks.values()]):
             continue
@@ -78,9 +78,9 @@ def _skipped_by_all(training: RecordedTraining) -> Iterator[Mapping[int, Observe
 
 
 def _far_from_overflow(steps: Sequence[RecordedStep]) -> bool:
-    """Return whether gradients that arrived on all ranks are finite, and stay so however they are added up.
+    """Return whether gradients that arrived on all ranks are finite, and remain finite in any sum.
 
-    Over ranks a script may add them up in float16, whatever it trains in.
+    A script may sum them over ranks in float16, whatever precision it trains in.
     """
     parameters = [parameter for step in steps for parameter in step.parameters]
     if not all(parameter.sampled for parameter in parameters):

@@ -1,4 +1,7 @@
-"""Which weight each loss term of each micro-batch and rank has in the gradient of a step."""
+"""The weight of each loss term of each micro-batch and rank in the gradient of a step.
+
+A term is one number that a loss function adds up or averages, such as the loss of one token.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +17,21 @@ from plumbline.check.evidence.training import BackwardPass, Facts, RecordedRank,
 from plumbline.check.judge.model_parts import OBSERVER
 
 EXACT = 4 * 2.0**-11
-"""Relative error of a weight that is an exact number: four roundings to float16, in which a loss may be scaled, divided
-and added. What is further away is no exact number: no division is said to be missing, and a note tells the weight."""
+"""Relative error up to which a weight counts as an exact number: four roundings to float16, in which a loss may be
+scaled, divided and added. For weights further away, no division is called missing, and a note reports the weight."""
 
 NEAR = 0.02
-"""Relative error up to which a factor is taken for 1. Chosen: about five roundings to bfloat16. What is further away is
-told as a factor of the script's own, and no division is said to be missing."""
+"""Relative error up to which a factor counts as 1. Chosen: about five roundings to bfloat16. Factors further away are
+reported as the script's own, and no division is called missing."""
 
 ALONG = 0.9
-"""Cosine from which a gradient is taken for a multiple of another one. Chosen: rounding keeps it near 1, and gradients
-of other samples are far below. Under it no factor is told, and no division is said to be missing."""
+"""Cosine above which a gradient counts as a multiple of another one. Chosen: rounding keeps it near 1, and gradients of
+different samples are far below. Below it, no factor is reported, and no division is called missing."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """The loss of one backward pass: what it adds to the objective, the loss scale taken out."""
+    """The loss of one backward pass: its share of the objective, without the loss scale."""
 
     function: str
     reduction: str
@@ -40,11 +43,12 @@ class Share:
 
 @dataclass(frozen=True)
 class StepObjective:
-    """The losses of one step by rank and micro-batch, one each, and whether each comes from a batch of its own.
+    """The losses of one step, one for each rank and micro-batch.
 
-    ``factor`` is by what the mean over ranks of the gradients was multiplied before the step, clipping taken out: not
-    1 where the script divides the gradients and not the loss. ``gap`` is the distance between the gradient of the
-    objective and that of the mean over all terms, relative to the latter; None where it is not known.
+    ``batches_differ``: each loss comes from its own batch. ``factor``: the number by which the mean over ranks of the
+    gradients was multiplied before the step, apart from clipping. It is not 1 if the script divides the gradients
+    instead of the loss. ``gap``: the distance between the gradient of the objective and that of the mean over all
+    terms, relative to the latter; None if unknown.
     """
 
     ranks: tuple[tuple[Share, ...], ...]
@@ -54,7 +58,7 @@ class StepObjective:
 
     @property
     def shares(self) -> list[Share]:
-        """All of them, of all ranks."""
+        """The losses of all ranks."""
         return [share for rank in self.ranks for share in rank]
 
     @property
@@ -69,12 +73,12 @@ class StepObjective:
 
     @property
     def terms(self) -> float:
-        """How many terms the step has."""
+        """The number of terms in the step."""
         return sum(share.terms for share in self.shares)
 
     @property
     def rates(self) -> list[float]:
-        """The weight of a single term in each call that has any."""
+        """The weight of a single term of each loss that has any terms."""
         return [share.weight / share.terms for share in self.shares if share.terms]
 
     @property
@@ -91,7 +95,7 @@ def step_objectives(ranks: Sequence[RecordedRank]) -> Iterator[StepObjective]:
 
 
 def objective_of(steps: Sequence[RecordedStep]) -> StepObjective | None:
-    """Return the objective of one step of all ranks; None where a pass has no loss that is known, or several."""
+    """Return the objective of one step of all ranks; None if a pass has no known loss, or several."""
     shares = [_shares(step) for step in steps]
     if not all(shares):
         return None
@@ -101,14 +105,14 @@ def objective_of(steps: Sequence[RecordedStep]) -> StepObjective | None:
 
 
 def objective_of_losses(steps: Sequence[RecordedStep]) -> StepObjective | None:
-    """Return the objective of those ranks that compute a loss: stages of a pipeline may send activations instead."""
+    """Return the objective of the ranks that compute a loss. Stages of a pipeline may send activations instead."""
     own = [step for step in steps if _shares(step)]
     losses = (steps[0].facts.get(OBSERVER) or {}).get("losses", len(steps))
     return objective_of(own) if len(own) == losses else None
 
 
 def is_loss_divided(ranks: Sequence[RecordedRank]) -> bool | None:
-    """Return whether each rank divides its loss by the number of those that compute one, None where it is not known."""
+    """Return whether each rank divides its loss by the number of ranks that compute one, None if unknown."""
     objectives = [made for steps in steps_together(ranks) if (made := objective_of_losses(steps))]
     for answer in (True, False):
         weights = [(one.of_losses, 1 / len(one.ranks) if answer else 1.0) for one in objectives]
@@ -118,7 +122,7 @@ def is_loss_divided(ranks: Sequence[RecordedRank]) -> bool | None:
 
 
 def steps_together(ranks: Sequence[RecordedRank]) -> Iterator[list[RecordedStep]]:
-    """Yield the steps that all of these ranks took, those of all of them at a time."""
+    """Yield each step that all of these ranks took, as a list over ranks."""
     for place in range(min((len(rank.steps) for rank in ranks), default=0)):
         steps = [rank.steps[place] for rank in ranks]
         if len({(step.optimizer, step.number) for step in steps}) == 1 and not any(step.skipped for step in steps):
@@ -126,17 +130,17 @@ def steps_together(ranks: Sequence[RecordedRank]) -> Iterator[list[RecordedStep]
 
 
 def factor_of(steps: Sequence[RecordedStep]) -> float:
-    """Return by what the mean over ranks of the local gradients was multiplied, before it was clipped."""
+    """Return the factor by which the mean over ranks of the local gradients was multiplied before clipping."""
     factor = multiple_of(steps)
     if abs(factor - 1) > NEAR and steps[0].facts.get("masters", {}).get("limit"):
-        return math.nan  # what clipped it is no call of a function
+        return math.nan  # the trainer clips with its own code
     return factor
 
 
 def multiple_of(steps: Sequence[RecordedStep]) -> float:
-    """Return which multiple of the mean over ranks of the local gradients optimizers received; NaN if it is none.
+    """Return which multiple of the ranks' mean local gradient optimizers received; NaN if it is not a multiple.
 
-    A factor other than 1 is told only where it explains all but rounding.
+    A factor other than 1 is returned only if it explains all but rounding.
     """
     first = steps[0]
     if any(one.local.shape != first.received.shape for step in steps for one in step.passes):
@@ -144,7 +148,7 @@ def multiple_of(steps: Sequence[RecordedStep]) -> float:
     local = sum((one.local / one.scale for step in steps for one in step.passes), torch.zeros_like(first.received))
     mean, received = local / len(steps), received_by(steps).nan_to_num()
     product, lengths = float(received @ mean), float(received.norm() * mean.norm())
-    # What points elsewhere is no multiple: it is wrong, or not all of what arrived is known.
+    # A vector in another direction is not a multiple: it is wrong, or some local gradients are unknown.
     if not lengths or product < ALONG * lengths:
         return math.nan
     factor = product / float(mean @ mean)
@@ -153,7 +157,7 @@ def multiple_of(steps: Sequence[RecordedStep]) -> float:
 
 
 def received_by(steps: Sequence[RecordedStep]) -> Tensor:
-    """Return what optimizers received before it was clipped: the first one, or all of them where each has pieces."""
+    """Return what the first optimizer received before clipping, completed from the others if each has pieces."""
     first, *others = [step.before_clipping for step in steps]
     for other in others if steps[0].is_in_pieces else ():
         first = torch.where(first.isnan(), other, first)
@@ -161,7 +165,7 @@ def received_by(steps: Sequence[RecordedStep]) -> Tensor:
 
 
 def have_own_batches(step: RecordedStep) -> bool:
-    """Say whether each pass follows one forward, of the same module, with the next batch of the same loader."""
+    """Return whether each pass follows one forward of the same module, with its own batch of the same loader."""
     fetched = [_fetched(one) for one in step.passes]
     if any(one is None for one in fetched):
         return False
@@ -170,20 +174,20 @@ def have_own_batches(step: RecordedStep) -> bool:
 
 
 def spread(rates: Sequence[float]) -> float:
-    """Return how many times as large as the smallest the largest is."""
+    """Return the ratio of the largest to the smallest."""
     least, most = min(rates, default=1.0), max(rates, default=1.0)
     return most / least if least > 0 else (1.0 if least == most else float("inf"))
 
 
 def equals(number: float, exact: float) -> bool:
-    """Return whether a weight is an exact number."""
+    """Return whether a weight equals an exact number, within ``EXACT``."""
     return abs(number - exact) <= EXACT * abs(exact)
 
 
 def _gap(steps: Sequence[RecordedStep], ranks: Sequence[Sequence[Share]]) -> float | None:
-    """Return how far the gradient is from that of the mean over all terms.
+    """Return the relative distance of the gradient from that of the mean over all terms, None if unknown.
 
-    Where a loss is all that a pass differentiates, the pass has the gradient of the loss's mean, times its weight.
+    If a pass differentiates nothing but one loss, its gradient is that of the loss's mean, times the loss's weight.
     """
     pairs = [
         (share, one.local / one.scale)
@@ -203,9 +207,9 @@ def _gap(steps: Sequence[RecordedStep], ranks: Sequence[Sequence[Share]]) -> flo
 
 
 def calls_of_one_loss(noted: Facts) -> list[Facts]:
-    """Return the loss calls of a pass that are one loss: the only one, or sums over its chunks; empty if they are not.
+    """Return the loss calls of a pass if they form one loss: a single call, or sums over chunks; otherwise nothing.
 
-    Chunks have the same function, each term has the same weight, and nothing else is added to them.
+    Chunks use the same function, each term has the same weight, and nothing else is added to them.
     """
     calls: list[Facts] = list(noted.get("calls", ()))
     if len(calls) < 2:
@@ -222,7 +226,7 @@ def is_sum_of_calls(noted: Facts) -> bool:
 
 
 def weigh_the_same(calls: Sequence[Facts]) -> bool:
-    """Return whether each term of one call weighs as much as each of any other."""
+    """Return whether all terms of all calls have the same weight."""
     if any(call["weight"] is None for call in calls):
         return False
     rates = [call["weight"] / call["terms"] for call in calls if call["terms"]]
@@ -230,7 +234,7 @@ def weigh_the_same(calls: Sequence[Facts]) -> bool:
 
 
 def _shares(step: RecordedStep) -> list[Share] | None:
-    """Return the one loss of each pass; None where a pass has none or several, or shares its parameters."""
+    """Return the one loss of each pass; None if a pass has none or several, or other optimizers' passes add to it."""
     if step.other_passes:
         return None
     shares = []
@@ -251,7 +255,7 @@ def _fetched(one: BackwardPass) -> tuple[Any, ...] | None:
     forwards = one.facts.get("batches", {}).get("forwards", ())
     if not forwards or forwards[0]["fetched"] is None:
         return None
-    # A wrapper, such as DeepSpeed's engine, hands the same batch on to the module in it.
+    # A wrapper, such as DeepSpeed's engine, passes the same batch on to the module inside it.
     if len({one["module"] for one in forwards}) < len(forwards) or len({one.get("order") for one in forwards}) > 1:
         return None
     fetched = forwards[0]["fetched"]

@@ -1,4 +1,4 @@
-"""Parameters that take part in the training on some ranks only, although all ranks train one model."""
+"""Finds parameters that only some ranks train, although all ranks train one model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def judge_uneven_ranks(training: RecordedTraining) -> Iterator[Finding]:
 
 
 def _is_one_model(training: RecordedTraining) -> bool:
-    """Return whether a wrapper divides the data alone over the ranks: each module is one model on all of them."""
+    """Return whether wrappers make ranks data parallel only, so that each module is one model on all ranks."""
     if not rank_layout(training).is_data_parallel:
         return False
     modules = [module for rank in training.ranks for module in (rank.facts.get(LAYOUT) or {}).get("modules", ())]
@@ -90,7 +90,7 @@ def _at_first_forward(rank: RecordedRank) -> dict[str, bool]:
 
 
 def _trained(steps: Iterable[RecordedStep]) -> set[str]:
-    """Return the parameters that optimizers have, or should: where ranks share optimizers out, others have the rest."""
+    """Return trainable parameters, with or without an optimizer on this rank: ranks may share parameters out."""
     found: set[str] = set()
     for step in steps:
         found |= {one.name for one in step.parameters if one.named and one.trained}

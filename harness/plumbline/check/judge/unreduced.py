@@ -1,4 +1,4 @@
-"""Parameters whose gradients a wrapper of their model does not reduce, such as adapters that were added to it later."""
+"""Finds parameters whose gradients the model's wrapper does not reduce, such as adapters added later."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MADE_EQUAL = (
     "each rank steps with its own gradients, and the script makes the ranks' weights equal between steps, as local SGD "
     "does; it is not known whether it averages them"
 )
-"""Why gradients that nothing reduces are not judged."""
+"""Why unreduced gradients are not judged."""
 
 _CAUSES = ("not-synchronised", "some-parameters-not-synchronised", "exchanged-otherwise")
 
@@ -49,7 +49,7 @@ _WHY = {
 
 
 def with_reason(finding: Finding, names: Iterable[str], training: RecordedTraining) -> Finding:
-    """Return a finding about gradients that are not synchronised; its hint says why a wrapper does not do it.
+    """Return a finding about unsynchronised gradients, with a hint that says why the wrapper does not reduce them.
 
     ``names`` are the parameters with wrong gradients.
     """
@@ -68,9 +68,9 @@ def with_reason(finding: Finding, names: Iterable[str], training: RecordedTraini
 
 
 def judge_replicated_gradients(training: RecordedTraining) -> Finding | None:
-    """Return what is wrong if DTensors that say that all ranks hold the same have another gradient on each rank.
+    """Return the failure of DTensors with the placement Replicate that have a different gradient on each rank.
 
-    None also where the ranks have the same weights after the step: it may average gradients itself. Not judged where
+    None also if the ranks have the same weights after the step, because it may average gradients itself. Not judged if
     the script makes weights equal before a later step.
     """
     for place, steps in common_steps(training):
@@ -101,9 +101,9 @@ def judge_replicated_gradients(training: RecordedTraining) -> Finding | None:
 
 
 def separate_adapters(training: RecordedTraining) -> list[str]:
-    """Return the parameters that each rank trains for itself beside a frozen model that is sharded over all ranks.
+    """Return the parameters that each rank trains separately, next to a frozen model that is sharded over all ranks.
 
-    There are none where shards are trained as well: then the ranks train one model.
+    Empty if shards are trained as well, because the ranks then train one model.
     """
     if any(trains_shards(step) for rank in training.ranks for step in rank.steps):
         return []
@@ -111,7 +111,7 @@ def separate_adapters(training: RecordedTraining) -> list[str]:
 
 
 def ranks_hold_one_model(training: RecordedTraining) -> bool:
-    """Return whether parameters that nothing reduces are trained beside shards of one model."""
+    """Return whether unreduced parameters are trained together with shards of one model."""
     return any(_unsharded(training)) and not separate_adapters(training)
 
 
@@ -136,7 +136,7 @@ def _have_other_gradients(one: RankWeights, coarsest: float) -> bool:
 
 
 def _coarsest(step: RecordedStep) -> float:
-    """Return the epsilon of the coarsest dtype in which a step's gradients were computed, as far as it is known."""
+    """Return the epsilon of the coarsest dtype in which a step's gradients were computed, as far as known."""
     facts = [step.facts.get(PRECISION) or {}, *(one.facts.get(PRECISION) or {} for one in step.passes)]
     kept = [name for one in facts for kind in ("parameters", "gradients") for name in one.get(kind, ())]
     used = [name.split()[-1] for one in facts for name in one.get("autocast", ())]

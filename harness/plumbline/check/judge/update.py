@@ -1,4 +1,4 @@
-"""Did each optimizer do with its gradient what its class does in float64, once, and on this rank's weights alone?"""
+"""Checks that each optimizer applied the update of its class in float64, once, and to this rank's weights only."""
 
 from __future__ import annotations
 
@@ -78,30 +78,30 @@ class ReplayedUpdateCase(UpdateCase):
     one: ObserverFacts
     others: list[ObserverFacts]
 
-    digits = 4  # those of projections
+    digits = 4  # the precision of projections
 
     @cached_property
     def rows(self) -> dict[int, list[float]]:
-        """Error, noise, length due, length made, scalar product and more of each parameter, by its number."""
+        """By parameter number: error, noise, norms of the right and the actual update, their scalar product, more."""
         return {int(number): row for number, *row in self.one.facts["parameters"]}
 
     @cached_property
     def near(self) -> dict[int, NearReplay]:
-        """What is known of the parameters that have to be near to a replay in their own precision."""
+        """The replays in their own precision, by parameter number, for parameters that must be near to them."""
         return near_replays(self.one)
 
     def like(self, *names: str) -> list[int]:
-        """Return the numbers of the parameters whose update is what one of the known mistakes makes of them."""
+        """Return the numbers of the parameters whose update matches one of these mistakes."""
         return [number for number, one in self.near.items() if one.mistake in names]
 
     @property
     def made(self) -> float:
-        """The length of the update that was made."""
+        """The norm of the actual update."""
         return math.hypot(*(made for _, _, _, made, *_ in self.rows.values()))
 
     @property
     def due(self) -> float:
-        """The length of the right update."""
+        """The norm of the right update."""
         return math.hypot(*(due for _, _, due, *_ in self.rows.values()))
 
     @property
@@ -137,7 +137,7 @@ class ReplayedUpdateCase(UpdateCase):
 
 
 def _like(*names: str) -> Callable[[ReplayedUpdateCase], Iterator[Match]]:
-    """Return a hypothesis that an update is what one of these mistakes makes of a parameter."""
+    """Return a ``predict`` that matches if the update of a parameter matches one of these mistakes."""
 
     def matches(case: ReplayedUpdateCase) -> Iterator[Match]:
         if numbers := case.like(*names):
@@ -207,9 +207,9 @@ register(
 
 
 def _shared_memory(training: RecordedTraining) -> Finding | None:
-    """Find ranks that step on the same memory: each rank's update is applied to the weights of all of them.
+    """Find ranks whose parameters share memory, so that each rank's update is applied to the weights of all.
 
-    Processes without a group that share weights, as in Hogwild!, mean to do so.
+    Processes that share weights without a process group, as in Hogwild!, do so on purpose.
     """
     if training.world_size == 1:
         return None
@@ -237,7 +237,7 @@ def _shared_memory(training: RecordedTraining) -> Finding | None:
 def _stepped_again(training: RecordedTraining) -> Finding | None:
     for rank in training.ranks:
         last: dict[int, torch.Tensor] = {}
-        # Gradients that come another way than by backward passes may well be the same twice.
+        # Gradients that do not come from backward passes may rightly be the same twice.
         followed = {step.optimizer for step in rank.steps if step.passes}
         for step in rank.steps:
             received = step.received.nan_to_num()
@@ -262,7 +262,8 @@ def _stepped_again(training: RecordedTraining) -> Finding | None:
 def _stepped_by_two_optimizers(training: RecordedTraining) -> Finding | None:
     """Find parameters that two optimizers update with the same gradient of the same backward pass.
 
-    Parameters of one name may be several: it is one if the second optimizer finds it as the first has left it.
+    Several parameters can have the same name. They are one parameter if the second optimizer finds the values that the
+    first one left.
     """
     for rank in training.ranks:
         last: dict[str, tuple[RecordedStep, torch.Tensor, object]] = {}
@@ -296,7 +297,7 @@ def _stepped_by_two_optimizers(training: RecordedTraining) -> Finding | None:
 
 
 def _moved(step: RecordedStep) -> set[int]:
-    """Return the numbers of the parameters whose step was replayed, and that it moved."""
+    """Return the numbers of the parameters that were replayed and that the step moved."""
     rows = (step.facts.get(OBSERVER) or {}).get("parameters", ())
     return {int(number) for number, _, _, _, made, *_ in rows if made}
 

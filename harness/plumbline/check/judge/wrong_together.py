@@ -1,4 +1,4 @@
-"""Mistakes that single gradients do not show above their noise, but many do together."""
+"""Finds mistakes that no single gradient shows above its noise, but many gradients show together."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ DEVIATIONS = NormalDist().inv_cdf(1 - FALSE_ALARM / 2)
 """How far a measured number may be from the true one, in standard deviations."""
 
 VARIANTS = 3
-"""In how many ways what is left may be in gradients: as it is in replicas; summed, or divided, or not, in parts."""
+"""The number of ways in which left-over gradients can appear: unchanged, as in replicas, or, in parts, summed or
+divided."""
 
 NAMED_BY_CHANCE = 1e-6
-"""The probability that wrong gradients get the name of a mistake by chance. Right ones are never asked for a name."""
+"""The probability that wrong gradients match a mistake by chance. Right gradients are never matched."""
 
 ROUNDING = 1e-6
-"""The relative error of a factor between float32 gradients, where these are all that rounds."""
+"""The relative error of a factor between float32 gradients, if nothing else is rounded."""
 
 
 def has_hidden_left_over(directions: Iterable[Facts], world: int, *, is_wrong: bool = False) -> bool:
-    """Return whether the errors along all directions together are what the step before left.
+    """Return whether the errors along all directions together match what the previous step left.
 
-    Each error alone may be rounding. ``is_wrong``: the training is known to be wrong, and only a name is looked for.
+    Each error alone may be rounding. ``is_wrong``: the training is known to be wrong, and only the cause is sought.
     """
     probability = (NAMED_BY_CHANCE if is_wrong else FALSE_ALARM) / VARIANTS
     known = [one for one in directions if one["left"] != 0 and one["noise"] > 0]
@@ -40,7 +41,7 @@ def has_hidden_left_over(directions: Iterable[Facts], world: int, *, is_wrong: b
 def are_only_rounding(directions: Iterable[Facts]) -> bool:
     """Return whether the errors are larger than the gradients.
 
-    Such gradients are rounding. Equal steps repeat it, which looks like what the step before left.
+    Such gradients are rounding. Equal steps repeat it, which looks like what the previous step left.
     """
     every = [(one["received"], _right(one), one["noise"] or 1.0) for one in directions]
     errors = [(received - right) / noise for received, right, noise in every]
@@ -48,7 +49,7 @@ def are_only_rounding(directions: Iterable[Facts]) -> bool:
 
 
 def has_left_over(wrong: Sequence[JointGradient]) -> bool:
-    """Return whether the wrong gradients contain those of the step before."""
+    """Return whether the wrong gradients contain those of the previous step."""
     right = [case.value(scaled(1.0)) for case in wrong]
     received = [case.received for case in wrong]
     errors = [abs(one - value) for one, value in zip(received, right, strict=True)]
@@ -62,16 +63,16 @@ def has_left_over(wrong: Sequence[JointGradient]) -> bool:
 
 
 def _with_left(right: Sequence[float], left: Sequence[tuple[float, float]], world: int) -> Iterator[list[float]]:
-    """Yield right gradients with what the step before left in them.
+    """Yield right gradients plus what the previous step left in them.
 
-    Averaging equal gradients does not change what is left in replicas. In parts it is summed or divided once more.
+    In replicas, averaging equal gradients does not change what is left. In parts, it is summed or divided once more.
     """
     for factor in (1.0, float(world), 1.0 / world):
         yield [value + one + (factor - 1) * part for value, (one, part) in zip(right, left, strict=True)]
 
 
 def has_last_pass_apart(wrong: Sequence[JointGradient]) -> bool:
-    """Return whether the last backward pass of each rank counts as if it was not reduced, unlike those before it."""
+    """Return whether the last backward pass of each rank was not reduced, unlike the passes before it."""
     if not all(case.may_have_its_last_pass_apart for case in wrong):
         return False
     received, predicted = [one.received_along_copies for one in wrong], [one.last_pass_apart for one in wrong]
@@ -108,8 +109,8 @@ def _chance(seen: Sequence[float], wanted: Sequence[float]) -> float:
 
     In d + 1 dimensions, the sine of the angle between them is below ε with a probability of at most
     ε^d / (d B(d/2, 1/2) √(1 - ε²)), which follows from the area of a cap of the sphere. One dimension is subtracted for
-    the projection. Entries that are small beside others count in part. If the prediction leaves half of the vector
-    unexplained, the bound is 1.
+    the projection. Entries that are small compared with others count in part. If the prediction leaves half of the
+    vector unexplained, the bound is 1.
     """
     length = math.hypot(*seen)
     if not length:

@@ -1,7 +1,7 @@
-"""Stands first on PYTHONPATH while ``plumbline check`` runs a command: recording starts in every Python process below.
+"""Comes first on PYTHONPATH while ``plumbline check`` runs a command, and starts recording in its Python processes.
 
-Python imports it at start-up, before any script. It notes that the process is there; it costs nothing more in one that
-never imports torch. It runs on Python 3.6 and newer, so that a version that is too old can be named.
+Python imports it at start-up, before any script. It notes that the process exists, and costs nothing more in a process
+that never imports torch. It runs on Python 3.6 and newer, so that it can report a Python version that is too old.
 """
 
 import atexit
@@ -11,7 +11,7 @@ import json
 import os
 import sys
 
-TYPE_CHECKING = False  # that of typing costs an import in every process
+TYPE_CHECKING = False  # importing it from typing would cost time in every process
 if TYPE_CHECKING:
     from typing import Any
 
@@ -23,7 +23,7 @@ _PROCESS = os.getpid()
 
 
 def _note(**facts: object) -> None:
-    """Append a line to this process's notes; of each fact, the last value counts."""
+    """Append a line to this process's notes. The last value of each fact counts."""
     try:
         number = os.open(os.path.join(_FOLDER, f"process-{os.getpid()}"), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
@@ -31,7 +31,7 @@ def _note(**facts: object) -> None:
         finally:
             os.close(number)
     except OSError:
-        pass  # the folder is gone, or full: the check itself says so
+        pass  # the folder is gone or full, which the check itself reports
 
 
 def _began() -> None:
@@ -43,8 +43,8 @@ def _began() -> None:
 
 
 def _ends() -> None:
-    if os.getpid() == _PROCESS:  # not in a forked process: it did not begin here
-        error = getattr(sys, "last_value", None)  # set where an exception reached the top
+    if os.getpid() == _PROCESS:  # not in a forked process, which did not start here
+        error = getattr(sys, "last_value", None)  # set if an exception was not caught
         _note(ended=True, raised="" if error is None else f"{type(error).__name__}: {str(error)[:300]}")
 
 
@@ -58,7 +58,7 @@ class _AfterTorch:
         try:
             spec = importlib.util.find_spec(name)
         finally:
-            sys.meta_path.insert(0, self)  # the caller may only ask whether there is a torch
+            sys.meta_path.insert(0, self)  # the caller may only ask whether torch is installed
         loader: Any = spec and spec.loader
         if loader is not None:
             load = loader.exec_module
@@ -73,13 +73,13 @@ class _AfterTorch:
 
 
 def _install(torch: "Any") -> None:
-    """Install the recorder; whatever prevents that is noted, and the script goes on without it."""
+    """Install the recorder. If something prevents this, note it; the script then goes on without the recorder."""
     obstacle = _too_old(str(torch.__version__))
     _note(torch=str(torch.__version__), obstacle=obstacle)
     if obstacle:
         return
     try:
-        # There, plumbline.py makes the package importable without its site-packages, whose other packages stay hidden.
+        # plumbline.py in this folder makes the package importable, but not the other packages in its site-packages.
         sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(_HERE)), "worker", "path"))
         try:
             import plumbline  # noqa: F401
@@ -93,7 +93,7 @@ def _install(torch: "Any") -> None:
 
 
 def _too_old(torch: str) -> str:
-    """Return what is too old for recording, "" where nothing is."""
+    """Return what is too old for recording; "" if nothing is."""
     if sys.version_info < _OLDEST_PYTHON:
         return f"Python {_dotted(sys.version_info[:2])} is too old: {_dotted(_OLDEST_PYTHON)} is needed"
     numbers = [int(part) for part in torch.partition("+")[0].split(".")[:2] if part.isdigit()]

@@ -1,4 +1,4 @@
-"""What runs inside the processes of a user's script: it records, replays and writes evidence, and changes no result.
+"""Runs inside the processes of a user's script: records, replays and writes evidence, and changes no result.
 
-Only the standard library and torch are needed here. Nothing here decides whether a training is right.
+It needs only the standard library and torch. It does not decide whether a training is right.
 """

@@ -1,4 +1,4 @@
-"""Writes what one process recorded: a file for each optimizer step, as it falls, and one at the end."""
+"""Writes what one process recorded: a file after each optimizer step, and one at the end."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ LATER = "later"
 
 
 class EvidenceWriter:
-    """Writes the steps of this process to a folder of its own, below ``folder``: ``rank-RANK-PID/``.
+    """Writes the steps of this process to its own folder ``rank-RANK-PID/`` in ``folder``.
 
-    The rank may become known only with the first step, so nothing is written before that.
+    The rank can be unknown until the first step, so nothing is written before that.
     """
 
     def __init__(self, folder: Callable[[], str]) -> None:
@@ -38,7 +38,7 @@ class EvidenceWriter:
         return self._find()
 
     def of_window(self, step: int) -> EvidenceWriter:
-        """Return the writer of a later window, which begins with this step, to a folder below this one."""
+        """Return a writer for the later window that begins with this step. It writes to a folder inside this one."""
         return EvidenceWriter(lambda: os.path.join(self._folder, f"{WINDOW}{step:09d}"))
 
     @property
@@ -69,7 +69,7 @@ class EvidenceWriter:
         self._steps += 1
 
     def write_end(self, rank: int, facts: Facts, error: str) -> None:
-        """Write what concerns the whole process.
+        """Write facts about the whole process, and the recorder's error.
 
         Raises:
             OSError: the file cannot be written.
@@ -78,7 +78,7 @@ class EvidenceWriter:
         write_file(os.path.join(self._own(rank), f"end{SUFFIX}"), values, {})
 
     def write_later(self, rank: int, facts: Facts) -> None:
-        """Write what is known of the process after its recorded steps, in place of what was written before.
+        """Write what is known of the process after its recorded steps, and replace what was written before.
 
         Raises:
             OSError: the file cannot be written.
@@ -86,11 +86,11 @@ class EvidenceWriter:
         write_file(os.path.join(self._own(rank), f"{LATER}{SUFFIX}"), {"facts": facts}, {})
 
     def wait_for_ends(self, ranks: int, seconds: float) -> None:
-        """Wait until so many ranks have written their end, at most so many seconds."""
+        """Wait until ``ranks`` ranks have written their end, but at most ``seconds``."""
         _wait_until(lambda: self._ends() >= ranks, seconds)
 
     def wait_for_interrupted(self, rank: int, ranks: int, seconds: float) -> None:
-        """Note that this rank is about to end, and wait until so many are, at most so many seconds."""
+        """Note that this rank is about to end, and wait until ``ranks`` ranks are, but at most ``seconds``."""
         with open(os.path.join(self._folder, f"{INTERRUPTED}{rank}"), "w", encoding="utf-8"):
             pass
         _wait_until(lambda: sum(one.name.startswith(INTERRUPTED) for one in os.scandir(self._folder)) >= ranks, seconds)
@@ -103,7 +103,7 @@ class EvidenceWriter:
         folder = os.path.join(self._folder, f"rank-{rank}-{os.getpid()}")
         window = [self._folder] if os.path.basename(self._folder).startswith(WINDOW) else []
         for each in (*window, folder):
-            with suppress(FileExistsError):  # but where the check has ended and removed its folder, none is made again
+            with suppress(FileExistsError):  # but do not recreate a folder that the check has removed
                 os.mkdir(each)
         return folder
 

@@ -1,4 +1,4 @@
-"""Whole gradients of parameters that lie in flat ones: which ranks gather, and in which order."""
+"""Gathers whole gradients of parameters in FSDP1's flat parameters, in an order that all ranks agree on."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from plumbline.recording.parameter_names import ParameterNames
 from plumbline.recording.parameters import parameters_of
 
 Whole = dict[int, "Tensor | None"]
-"""Whole gradients by the identities of parameters, None for one without a gradient on any rank."""
+"""Whole gradients by the ids of parameters; None for a parameter without a gradient on any rank."""
 
 
 class FlatGradients:
-    """Gathers flat gradients before the steps of optimizers.
+    """Determines which flat gradients are gathered before an optimizer's step.
 
-    Ranks agree at an optimizer's first step on what they gather for it: a rank's optimizer may lack parameters.
+    Ranks agree on this at the optimizer's first step, because a rank's optimizer can lack parameters.
     """
 
     def __init__(self, names: ParameterNames) -> None:
@@ -28,7 +28,7 @@ class FlatGradients:
         self._agreed: dict[int, tuple[int, list[int]]] = {}
 
     def units(self, optimizer: Optimizer) -> list[FlatUnit]:
-        """Return the units of which some rank's optimizer has a parameter; all ranks have to ask."""
+        """Return the units in which some rank's optimizer has a parameter. All ranks have to call this."""
         every = [unit for root in self._names.roots for unit in flat_units(root)]
         every = list({id(unit.flat): unit for unit in every}.values())
         if not every:
@@ -43,7 +43,7 @@ class FlatGradients:
 
 
 def gathered(units: Iterable[FlatUnit], of: Callable[[Tensor], Tensor | None]) -> Whole:
-    """Return the whole tensors of which ``of`` gives what this rank has; see ``FlatUnit.gathered``."""
+    """Return whole tensors. ``of`` returns what this rank has of one; see ``FlatUnit.gathered``."""
     found: Whole = {}
     for unit in units:
         found.update(zip(map(id, unit.parameters), unit.gathered(of), strict=True))
@@ -51,7 +51,7 @@ def gathered(units: Iterable[FlatUnit], of: Callable[[Tensor], Tensor | None]) -
 
 
 def _of_others(every: Sequence[FlatUnit], places: Sequence[int]) -> set[int]:
-    """Return the places of units that ranks which hold shards of the same have in their optimizers."""
+    """Return the places of the units in the optimizers of all ranks that share a sharded unit with this rank."""
     groups: dict[int, Any] = {id(unit.group): unit.group for unit in every if unit.is_sharded}
     found: set[int] = set()
     for group in groups.values():

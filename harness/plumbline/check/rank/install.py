@@ -25,7 +25,7 @@ from plumbline.replay.applied_functions import keep_functions_patched
 
 
 def activate(folder: str, note: Callable[..., None]) -> None:
-    """Record the optimizer steps of this process, as the options in ``folder`` say, and write them there.
+    """Record the optimizer steps of this process as the options in ``folder`` say, and write them there.
 
     ``note`` adds facts to the notes about this process.
 
@@ -44,12 +44,12 @@ def activate(folder: str, note: Callable[..., None]) -> None:
         elif recorder.has_steps:
             recorder.finish()
 
-    # A forked process is another one: it takes steps of its own, or none.
+    # A forked process is separate: it takes steps of its own, or none.
     follow_processes(end, recorder.forget)
 
 
 def make_recorder(folder: str) -> TrainingRecorder:
-    """Return what records as the options in ``folder`` say, and writes there."""
+    """Return a recorder that follows the options in ``folder`` and writes there."""
     options = read_options(folder)
     return recorder_of(options, EvidenceWriter(lambda: folder), read_deal(folder) if options.splits else {})
 

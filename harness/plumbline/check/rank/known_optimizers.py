@@ -1,4 +1,4 @@
-"""The optimizers of a script: which it made, how often each stepped, and the parameters of those not recorded."""
+"""Tracks a script's optimizers: which there are, how often each stepped, and the parameters without recorded steps."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from plumbline.recording.parameter_names import ParameterNames
 from plumbline.recording.parameters import RegisteredParameters, parameters_of
 
 MOST_LATE = 8
-"""Optimizers after the recorded steps that are named: some scripts make one for every task."""
+"""The most optimizers to name that first step after the recording. Some scripts create one for every task."""
 
 Entries = dict[str, dict[str, int]]
-"""How many entries the parameters of optimizers have, by the optimizer's number and the parameter's name."""
+"""The number of entries of optimizers' parameters, by the optimizer's number and the parameter's name."""
 
 
 class KnownOptimizers:
-    """Numbers the optimizers that a script made, in their order, and counts their steps.
+    """Numbers a script's optimizers in the order of their creation, and counts their steps.
 
-    One that steps with several sets of parameters, one after the other, has a number for each of these parts.
-    ``late`` are the first ones that began to step after the recorded steps.
+    An optimizer that steps several sets of parameters, one after the other, has a number for each of these parts.
+    ``late`` has the first optimizers that began to step after the recorded steps.
     """
 
     def __init__(self, names: ParameterNames) -> None:
@@ -49,7 +49,7 @@ class KnownOptimizers:
 
     @property
     def progress(self) -> dict[str, object]:
-        """How many there are, how many of them began a step, and how many steps they have taken together."""
+        """How many optimizers there are, how many of them began a step, and how many steps they took together."""
         return {"optimizers": len(self._made), "begun": len(self._taken), "steps": sum(self._taken.values())}
 
     @property
@@ -60,7 +60,7 @@ class KnownOptimizers:
         return self.number(optimizer) in self._taken
 
     def add(self, optimizer: Optimizer, *, found: bool = False) -> None:
-        """Number an optimizer, which is not known yet. ``found``: it may belong to another training, and never step."""
+        """Number a new optimizer. ``found``: it can belong to another training, and may never step."""
         self._made.append(optimizer)
         if found:
             self._found.append(optimizer)
@@ -68,7 +68,7 @@ class KnownOptimizers:
             self._registered = RegisteredParameters(lambda: len(self._made))
 
     def number(self, optimizer: Optimizer) -> int:
-        """Return the number of an optimizer among those that the script made, of the part that steps now."""
+        """Return the number of an optimizer, or of the part of it that steps now."""
         own = parameters_of(optimizer)
         numbers = [number for number, one in enumerate(self._made) if one is optimizer]
         for number in numbers:
@@ -79,7 +79,7 @@ class KnownOptimizers:
         return len(self._made) - 1
 
     def place(self, number: int) -> tuple[int, int]:
-        """Return the number of an optimizer's first part, and which of its parts has this number."""
+        """Return the number of the optimizer's first part, and the index of the part with this number."""
         parts = [other for other, one in enumerate(self._made) if one is self._made[number]]
         return parts[0], parts.index(number)
 
@@ -98,20 +98,21 @@ class KnownOptimizers:
         self._recorded.add(id(optimizer))
 
     def have_taken(self, steps: int) -> bool:
-        """Return whether all optimizers that have begun to step have taken at least so many."""
+        """Return whether all optimizers that have begun to step have taken at least this many steps."""
         return all(taken >= steps for taken in self._taken.values())
 
     def parameters(self) -> Iterator[Tensor]:
         return (parameter for optimizer in self._made for parameter in parameters_of(optimizer))
 
     def unoptimized(self, copied: Iterable[Tensor] = (), *, with_digests: bool) -> Facts:
-        """Return the parameters of called modules that require a gradient and are in no optimizer, by their names.
+        """Return, by name, the parameters of called modules that require a gradient and are in no optimizer.
 
-        Each with its shape, or those of the parameters in a flat one; whether it has a gradient; whether it is a flat
-        one, or a part of one, of which this rank holds entries; whether its module was given it after the first
-        optimizer of the model was made; whether the model has frozen parameters; whether a later one is a factor of an
-        adapter; and a digest of its values where that is asked for, or it is a later one. Optimizers hold copies of
-        those that are ``copied``.
+        An entry has the parameter's shape, or the shapes of the parameters in a flat one (``shapes``). It says whether
+        the parameter has a gradient; whether it is a flat parameter, or a part of one, with entries on this rank
+        (``in_flat``); whether it was added to its module after the model's first optimizer was created (``later``);
+        whether the model has frozen parameters (``beside_frozen``); and whether a later one is a factor of a low-rank
+        adapter (``adapts``). Later parameters, or all of them if ``with_digests``, have a digest of their values.
+        Parameters in ``copied`` are left out, because optimizers hold copies of them.
         """
         known = {id(one) for parameters in (self.parameters(), copied) for one in parameters}
         found: Facts = {}
@@ -130,7 +131,7 @@ class KnownOptimizers:
                         self._names.refresh()
                     name = self._names.of_one(one)
                     if found.get(name, {}).get("beside_frozen"):
-                        continue  # a part of a module that is called for itself as well
+                        continue  # it is part of a module that is also called on its own
                     found[name] = {
                         "shapes": [list(shape) for shape in _shapes(one)],
                         "gradient": _has_gradient(one),
@@ -143,7 +144,7 @@ class KnownOptimizers:
         return found
 
     def unstepped(self) -> Entries:
-        """Return the trainable parameters of optimizers of which no step was recorded, each parameter once."""
+        """Return the trainable parameters of optimizers without a recorded step, each parameter once."""
         recorded = [one for one in self._made if id(one) in self._recorded]
         seen = {id(parameter) for optimizer in recorded for parameter in parameters_of(optimizer)}
         found: Entries = {}
@@ -157,7 +158,7 @@ class KnownOptimizers:
         return found
 
     def _is_elsewhere(self, optimizer: Optimizer) -> bool:
-        """Return whether an optimizer that was only found has nothing of the modules that were called."""
+        """Return whether an optimizer that was only found has no parameter of the modules that were called."""
         was_found = any(one is optimizer for one in self._found)
         return was_found and not any(map(self._names.knows, parameters_of(optimizer)))
 
@@ -177,7 +178,7 @@ class KnownOptimizers:
 
 
 def _adapters(root: nn.Module) -> set[int]:
-    """Return the ids of a module's trainable matrices that are factors of adapters beside frozen ones."""
+    """Return the ids of a module's trainable matrices that are factors of low-rank adapters of frozen matrices."""
     named = dict(root.named_parameters())
     found = factors({name: (tuple(one.shape), one.requires_grad) for name, one in named.items()})
     return {id(named[name]) for name in found}
@@ -191,6 +192,6 @@ def _shapes(parameter: Tensor) -> list[torch.Size]:
 
 
 def _has_gradient(parameter: Tensor) -> bool:
-    """Return whether a parameter has a gradient; of one in a flat one, another rank may hold what there is."""
+    """Return whether a parameter, or the flat parameter that contains it, has a gradient."""
     part = part_of(parameter)
     return (parameter if part is None else part.unit.flat).grad is not None

@@ -1,4 +1,4 @@
-"""The gradients that arrive at parameters on this rank, pass by pass, before anything is reduced over ranks."""
+"""Records the gradients that arrive at parameters on this rank in each pass, before any reduction over ranks."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from plumbline.recording.backward_passes import BackwardPasses
 from plumbline.recording.flat_sharding import Take
 
 Reduce = Callable[[Tensor, Tensor], "Tensor | None"]
-"""Returns what is kept of a parameter's gradient, None as long as that is not known."""
+"""Returns what is kept of a parameter's gradient, or None as long as that is unknown."""
 
 
 @dataclass(eq=False)
 class ArrivedGradients:
-    """One backward pass: the segments of what arrived at each parameter, by the parameter's id.
+    """One backward pass: segments of the gradients that arrived, by the parameter's id.
 
-    ``distributed``: a DTensor arrived at some parameter, and is not among them; ``in_flat_parts`` says the same of a
-    flat parameter that not all ranks share. ``whole``: gradients of parameters that are in no optimizer, until it is
-    known in which pieces optimizers hold copies of them.
+    ``distributed``: a DTensor gradient arrived at some parameter, and was not recorded. ``in_flat_parts`` says the same
+    of a flat parameter that not all ranks share. ``whole``: whole gradients of parameters that are in no optimizer,
+    kept until it is known in which pieces optimizers hold copies of the parameters.
     """
 
     number: int
@@ -38,7 +38,7 @@ class ArrivedGradients:
     whole: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def reduce(self, reduced: Reduce) -> None:
-        """Reduce the whole gradients of which pieces are known by now."""
+        """Reduce the whole gradients whose pieces are known by now."""
         for name, (parameter, gradient) in list(self.whole.items()):
             if (kept := reduced(parameter, gradient)) is not None:
                 self.local[name] = kept
@@ -46,7 +46,7 @@ class ArrivedGradients:
 
 
 class LocalGradients:
-    """Follows backward passes through hooks on the leaves, which run before DistributedDataParallel's."""
+    """Follows backward passes with hooks on the leaves, which run before those of DistributedDataParallel."""
 
     def __init__(
         self, begins: Callable[[ArrivedGradients, Sequence[Tensor]], None], ends: Callable[[ArrivedGradients], None]
@@ -65,13 +65,13 @@ class LocalGradients:
         reduced: Reduce | None = None,
         take: Take | None = lambda gradient: gradient,
     ) -> None:
-        """Hook into leaves that are not followed yet and require a gradient.
+        """Add hooks to leaves that require a gradient and are not followed yet.
 
         Args:
-            leaves: each parameter, and the leaf at which its local gradient arrives: mostly the parameter itself.
-            keeps: says of a parameter whether its gradients are asked for; of others it is only known that they arrive.
-            reduced: what is kept of gradients, where that is not one segment.
-            take: returns the parameter's part of what arrives; None where other ranks hold another parameter.
+            leaves: each parameter, and the leaf at which its local gradient arrives: usually the parameter itself.
+            keeps: whether a parameter's gradients are recorded; of the others, only their arrival is noted.
+            reduced: what to keep of a gradient, if this is not one segment.
+            take: returns the parameter's part of the arriving gradient; None if other ranks hold another parameter.
         """
         arrived: Any = self._arrived if reduced is None else partial(self._arrived_whole, reduced)
         for parameter, leaf in leaves:
@@ -99,22 +99,22 @@ class LocalGradients:
 
     def _arrived(self, leaf: int, kept: bool, take: Take | None, gradient: Tensor | None) -> None:
         if gradient is None:
-            return  # the leaf is part of the graph, but nothing of this pass reaches it
+            return  # the leaf is part of the graph, but this pass does not reach it
         if self.current is None or self.passes.is_apart:
             return
         if hasattr(gradient, "full_tensor"):
             self.current.distributed = True
-            return  # a rank alone does not know the whole of a DTensor, and nothing may be gathered in here
+            return  # one rank has only a part of a DTensor, and cannot gather inside a backward pass
         if take is None:
             self.current.in_flat_parts = True
             return
         try:
-            # At once: the buffer may become .grad itself, or be used again.
+            # Read it at once: the buffer may become .grad itself, or be reused.
             dense = gradient.to_dense() if gradient.is_sparse and kept else gradient
             arrived = segment(take(dense)) if kept else torch.zeros(0, dtype=torch.float64)
             before = self.current.local.get(leaf)
             self.current.local[leaf] = arrived if before is None else before + arrived
-        except Exception as error:  # inside of the script's backward: it is for the recorder, when the pass ends
+        except Exception as error:  # raised inside the script's backward: the recorder handles it when the pass ends
             self.error = self.error or error
 
     def _arrived_whole(self, reduced: Reduce, parameter: Tensor, gradient: Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""Finds low-rank adapters: trainable matrices beside a frozen one, whose product has its shape."""
+"""Finds low-rank adapters: trainable matrices near a frozen one, whose product has the shape of the frozen one."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from itertools import permutations
 
 MOST_PAIRS = 16
-"""Pairs of matrices that are returned for a frozen one: adapters are few, and lie near to it."""
+"""The most pairs of matrices to return for a frozen one. It has few adapters, and they are near it."""
 
 Shapes = Mapping[str, tuple[tuple[int, ...], bool]]
 """The shape of each parameter of a module by its name, and whether it requires a gradient."""
 
 
 def factor_pairs(name: str, shapes: Shapes) -> list[tuple[str, str]]:
-    """Return the names of trainable matrices near a frozen one whose product has its shape, or that of its transpose.
+    """Return pairs of names of trainable matrices near a frozen one whose product has its shape, or its transpose's.
 
-    Both together have fewer entries than the frozen one. They lie in its module or in the one that holds this.
+    Both together have fewer entries than the frozen matrix. They are in its module or in the parent module.
     """
     shape, is_trained = shapes[name]
     if is_trained or len(shape) != 2:
@@ -34,7 +34,7 @@ def factor_pairs(name: str, shapes: Shapes) -> list[tuple[str, str]]:
 
 
 def factors(shapes: Shapes) -> set[str]:
-    """Return the names of all trainable matrices that are factors of low rank beside a frozen matrix."""
+    """Return the names of all trainable matrices that are low-rank factors near a frozen matrix."""
     return {each for name in shapes for pair in factor_pairs(name, shapes) for each in pair}
 
 

@@ -1,4 +1,4 @@
-"""The pieces of a model's parameters that the optimizers of all ranks hold, where these are not the model's own."""
+"""Finds which pieces of a model's parameters the optimizers of all ranks hold as copies (master weights)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from plumbline.recording.parameter_names import ParameterNames
 from plumbline.recording.parameters import parameters_of
 
 TRIES = 2
-"""Steps at which pieces are searched for: after a step the model has the optimizer's weights, if not before it."""
+"""The number of steps before which pieces are searched for. The model has the optimizer's weights after a step, if not
+before it."""
 
 Span = tuple[int, int]
 """The first entry of a piece and the number of its entries."""
@@ -34,9 +35,9 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class HeldPiece:
-    """A piece of a model's parameter that an optimizer of some rank holds; ``own`` where this rank's does.
+    """A piece of a model's parameter that some rank's optimizer holds. ``own`` is set if this rank's optimizer does.
 
-    ``is_guessed``: it may be one of another parameter with the same values.
+    ``is_guessed``: it can be a piece of another parameter with the same values.
     """
 
     name: str
@@ -52,11 +53,11 @@ class HeldPiece:
 
     @property
     def recorded_name(self) -> str:
-        """The parameter's name, with the first entry and the end of a piece that is not the whole of it."""
+        """The parameter's name, with the range of entries of a piece that is not the whole parameter."""
         return self.name if self._is_whole else f"{self.name}[{self.start}:{self.start + self.length}]"
 
     def recorded(self, masters: Sequence[Tensor], communicated: torch.dtype | None) -> Parameter:
-        """Return the piece as a parameter of the optimizer; ``communicated`` is the dtype in which ranks add up."""
+        """Return the piece as a parameter of the optimizer. Ranks sum gradients in the dtype ``communicated``."""
         shape = tuple(shape_of(self.parameter))
         master = self.parameter if self.own is None else self.own.master
         dtypes = (self.parameter.dtype, communicated, getattr(self.parameter, "comm_dtype", None))
@@ -83,9 +84,9 @@ class HeldPiece:
 
 
 class MasterLayout:
-    """What one optimizer, or a part of it, steps on all ranks together; ``owner`` is the optimizer's first number.
+    """The pieces that one optimizer, or a part of it, updates on all ranks. ``owner`` is the optimizer's first number.
 
-    ``apart`` names the parameters with which ranks computed differently when the pieces were found.
+    ``apart`` names the parameters whose values differed between ranks when the pieces were found.
     """
 
     def __init__(self, owner: int, held: Sequence[HeldPiece], apart: Collection[str]) -> None:
@@ -94,13 +95,13 @@ class MasterLayout:
         self._apart = apart
 
     def on(self, optimizer: Optimizer) -> MasterLayout:
-        """Return the layout with the pieces as they lie in the optimizer's parameters."""
+        """Return the layout with the pieces located in the optimizer's current parameters."""
         masters = parameters_of(optimizer)
         held = [replace(one, own=one.own and one.own.within(masters)) for one in self.held]
         return MasterLayout(self.owner, held, self._apart)
 
     def known(self) -> Iterator[tuple[int, Piece]]:
-        """Yield this rank's pieces of which the parameter is known, with their numbers."""
+        """Yield this rank's pieces whose parameter is certain, with their numbers."""
         for number, one in enumerate(self.held):
             if one.own is not None and not one.is_guessed:
                 yield number, one.own
@@ -113,7 +114,7 @@ class MasterLayout:
         return [one.received(scale_left(optimizer)) for one in self.held]
 
     def unclipped(self, whole: dict[int, Tensor], received: Sequence[Tensor]) -> Tensor | None:
-        """Return the vector before a function clipped the gradients of masters, or those of the model itself."""
+        """Return the vector from before a function clipped gradients of the optimizer's copies; None if none did."""
         parts = []
         for one, given in zip(self.held, received, strict=True):
             part = given
@@ -123,16 +124,17 @@ class MasterLayout:
         return torch.cat(parts) if any(id(one.own.master) in whole for one in self.held if one.own) else None
 
     def vector(self, one: ArrivedGradients) -> BackwardPass:
-        """Return a pass as far as it concerns the pieces, as vectors."""
+        """Return a pass as vectors for the pieces."""
         parameters = list({id(piece.parameter): piece for piece in self.held}.values())
         lengths = {id(p.parameter): sum(o._kept for o in self.held if o.parameter is p.parameter) for p in parameters}
         return joined(one, lengths)
 
     def facts(self, received: Sequence[tuple[Tensor, float]], stale_before: dict[str, float]) -> Facts:
-        """Return norms of the pieces' gradients, the limit of clipping, and what is known of the model's weights.
+        """Return the norms of the pieces' gradients, the clipping limit, and facts about the model's weights.
 
-        ``apart`` names the pieces with which ranks compute differently. ``prints`` are fingerprints; ``stale`` and
-        ``stale_before`` say how far the weights are from the optimizer's, now and before the pieces were found.
+        ``apart`` names the pieces whose values differ between ranks. ``prints`` are fingerprints of the model's
+        weights. ``stale`` and ``stale_before`` say how far these are from the optimizer's weights, now and before the
+        pieces were found.
         """
         return {
             "owner": self.owner,
@@ -146,7 +148,7 @@ class MasterLayout:
 
 
 class _Weights:
-    """Copies of weights of a model and an optimizer, until it is known which belong together."""
+    """Copies of the weights of a model and an optimizer, kept until it is known which belong together."""
 
     def __init__(self, model: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
         self._copies = {id(one): one.detach().clone() for one in (*model, *masters)}
@@ -173,19 +175,19 @@ class MasterLayouts:
         self._spans: dict[int, list[Span]] = {}
 
     def of(self, number: int) -> MasterLayout | None:
-        """Return the layout of an optimizer, None if it holds the model's own parameters, or unknown ones."""
+        """Return the layout of an optimizer; None if it holds the model's own parameters, or unknown ones."""
         return self._layouts.get(self._optimizers.place(number))
 
     @property
     def stepped(self) -> Iterator[Tensor]:
-        """The parameters of the model that some optimizer holds in pieces, or may hold if some are guessed."""
+        """The model's parameters that some optimizer holds in pieces, or can hold if some pieces are guessed."""
         held = [one for layout in self._layouts.values() for one in layout.held]
         yield from (one.parameter for one in held)
         if any(one.is_guessed for one in held):
             yield from self.candidates()
 
     def held(self) -> Iterator[tuple[Tensor, list[tuple[Optimizer, HeldPiece]]]]:
-        """Yield the parameters of the model that optimizers of any rank hold in known pieces, with their pieces."""
+        """Yield the model's parameters that optimizers of any rank hold in certain pieces, with these pieces."""
         optimizers = list(self._optimizers)
         found: dict[int, tuple[Tensor, list[tuple[Optimizer, HeldPiece]]]] = {}
         for layout in self._layouts.values():
@@ -195,14 +197,14 @@ class MasterLayouts:
         yield from (one for one in found.values() if not any(piece.is_guessed for _, piece in one[1]))
 
     def candidates(self) -> list[Tensor]:
-        """Return the model's parameters that are in no optimizer, if there is one that holds others."""
+        """Return the model's parameters that are in no optimizer, if some optimizer has none of the model's."""
         if not any(self._is_other(optimizer) for optimizer in self._optimizers):
             return []
         known = set(map(id, self._optimizers.parameters()))
         return [one for _, one in self._names.trainable() if id(one) not in known]
 
     def reduced(self, parameter: Tensor, gradient: Tensor) -> Tensor | None:
-        """Return the segments of all pieces of a gradient, one after the other; None of one without pieces."""
+        """Return the segments of a gradient's pieces, concatenated; None if the parameter has no pieces."""
         spans = self._spans.get(id(parameter))
         if spans is None:
             return None
@@ -210,12 +212,12 @@ class MasterLayouts:
         return torch.cat([segment(flat[start : start + length]) for start, length in spans])
 
     def exact(self, gradient: Tensor, parameter: Tensor) -> Tensor:
-        """Return what is kept of an exact gradient."""
+        """Return the segments to keep of an exact gradient."""
         found = self.reduced(parameter, gradient)
         return exact_segment(gradient, parameter.dtype) if found is None else found
 
     def find(self, optimizer: Optimizer, number: int, passes: Sequence[ArrivedGradients]) -> None:
-        """Find what an optimizer holds before its step, together with all ranks, if no pass reached its parameters."""
+        """Find, together with all ranks, what an optimizer holds before its step, if no pass reached its parameters."""
         tries = self._tries.get(number, 0)
         if tries == TRIES or self.of(number) is not None or not self._may_hold_copies(optimizer, passes):
             return
@@ -242,14 +244,14 @@ class MasterLayouts:
             {
                 "pieces": list(own),
                 "guessed": [name for (_, name, *_), one in own.items() if id(one) in guessed],
-                # ZeRO 3 shards the model itself: each rank has other entries.
+                # ZeRO 3 shards the model itself, so each rank has different entries.
                 "prints": {names[id(one)]: fingerprint(one.detach().contiguous()) for one in candidates
                            if not hasattr(one, "ds_tensor")},
             }
         )  # fmt: skip
         spans: dict[tuple[int, str], set[Span]] = {}
         for part, name, size, start, length in (one for rank in every for one in rank["pieces"]):
-            if sizes.get(name) == size:  # else it is of another stage of a pipeline
+            if sizes.get(name) == size:  # else it belongs to another pipeline stage
                 spans.setdefault((part, name), set()).add((start, length))
         unclear = {name for rank in every for name in rank["guessed"]}
         apart = {name for name in model if len({rank["prints"].get(name) for rank in every} - {None}) > 1}
@@ -266,7 +268,7 @@ class MasterLayouts:
                 self._spans.setdefault(id(one.parameter), []).append((one.start, one.length))
 
     def stale_before(self, number: int, layout: MasterLayout) -> dict[str, float]:
-        """Return the pieces that the model computed with otherwise when they were not found, and how far apart."""
+        """Return the pieces in which model and optimizer differed at the first, failed search, and by how much."""
         before = self._unknown.pop(number, None)
         if before is None:
             return {}
@@ -274,7 +276,7 @@ class MasterLayouts:
         return {n: distance for n, distance in far.items() if distance}
 
     def _from_all(self, own: Any) -> list[Any]:
-        """Return what every rank gives; nothing if one does not come."""
+        """Return the values of all ranks, or nothing if a rank does not arrive."""
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return [own]
         try:
@@ -297,7 +299,7 @@ class MasterLayouts:
 
 
 def _guessed(model: Sequence[Tensor], pieces: Sequence[Piece]) -> set[int]:
-    """Return the ids of pieces of equal entries, unless those beside them are of the parameters beside theirs."""
+    """Return the ids of constant pieces, unless the pieces next to them belong to the neighbouring parameters."""
     numbers = {id(one): number for number, one in enumerate(model)}
     order = [numbers[id(one.parameter)] for one in pieces]
     constant = [bool((one.model_weights == one.model_weights[:1]).all()) for one in pieces]
@@ -312,7 +314,7 @@ def _guessed(model: Sequence[Tensor], pieces: Sequence[Piece]) -> set[int]:
 
 
 def _refined(spans: set[Span]) -> Iterator[Span]:
-    """Yield the pieces into which all spans of a parameter cut it."""
+    """Yield the pieces into which its spans cut a parameter."""
     cuts = sorted({at for start, length in spans for at in (start, start + length)})
     for start, end in pairwise(cuts):
         if any(first <= start and end <= first + length for first, length in spans):
@@ -330,9 +332,9 @@ def _cut(piece: Piece | None, start: int, length: int) -> Piece | None:
 
 
 def _of_trainer() -> dict[str, Any]:
-    """Return the attributes of the object whose method steps the optimizer, if it has a limit of norms as DeepSpeed's.
+    """Return the attributes of the object whose method steps the optimizer, if it has ``clip_grad`` as DeepSpeed's.
 
-    Beside ``clip_grad`` it may have ``communication_data_type``, in which ranks add up gradients.
+    Besides this limit of the norm, it can have ``communication_data_type``, the dtype in which ranks sum gradients.
     """
     found = stepping_object(lambda one: isinstance(getattr(one, "__dict__", {}).get("clip_grad"), (int, float)))
     return {} if found is None else vars(found)

@@ -1,4 +1,4 @@
-"""Which pieces of a model's parameters Megatron's optimizers hold, as they say it themselves."""
+"""Finds the pieces of a model's parameters that Megatron's optimizers hold, from their own attributes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from plumbline.recording.master_weights import Piece, pieces_of
 
 
 def pieces_of_megatron(model: Sequence[Tensor], masters: Sequence[Tensor]) -> list[Piece]:
-    """Return the pieces that are noted as a parameter's ``main_param``, and those of other masters as they can be told.
+    """Return the pieces that parameters name in ``main_param``, and the pieces that can be found for other masters.
 
-    Of its distributed optimizer, only the optimizer knows where they begin. Nothing is returned where none is noted.
+    With the distributed optimizer, only the optimizer knows where a piece begins. Without any ``main_param``, nothing
+    is returned.
     """
     left = {id(one): one for one in masters}
     pieces: list[Piece] = []

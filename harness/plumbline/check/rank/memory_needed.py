@@ -1,4 +1,4 @@
-"""The memory that replays take beside a training, and a refusal where less is free."""
+"""Estimates the memory that replays need in addition to the training, and refuses if less is free."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from plumbline.recording.sharding import is_shard, local
 from plumbline.replay.precision import ReplayPrecision
 
 _STATES = 6
-"""Copies of one parameter in float64 that a replay of its update holds: weights, gradient, state and what is new."""
+"""Copies of one parameter in float64 that a replay of its update holds: weights, gradient, state and new values."""
 
 _GIB = float(1 << 30)
 
@@ -29,17 +29,17 @@ class NotEnoughMemoryError(Exception):
 def require_memory(
     roots: Sequence[nn.Module], parameters: Sequence[Tensor], sample: ParameterSample, options: RecordingOptions
 ) -> None:
-    """Refuse to replay where that takes more memory than is free on the device of the parameters.
+    """Refuse to replay if this takes more memory than is free on the device of the parameters.
 
-    Counted are copies of weights and gradients, not what a forward saves for its backward pass: ``--dry-run`` measures
-    that. Parameters are those of modules that were called, and of the optimizer.
+    This counts copies of weights and gradients, for the parameters of called modules and of the optimizer. It does not
+    count what a forward saves for its backward pass; ``--dry-run`` measures that.
 
     Raises:
-        NotEnoughMemoryError: in place of the replays.
+        NotEnoughMemoryError: too little memory is free.
     """
     every = list({id(one): one for one in (*(p for root in roots for p in root.parameters()), *parameters)}.values())
     if not parameters or any(hasattr(one, "full_tensor") or is_shard(one) for one in every):
-        return  # shards are gathered by all ranks together, so that one alone must not refuse
+        return  # all ranks gather shards together, so one alone must not refuse
     free = free_bytes(parameters[0].device)
     if free is None or needed_bytes(every, parameters, sample, options) <= free:
         return
@@ -49,7 +49,7 @@ def require_memory(
 def needed_bytes(
     every: Sequence[Tensor], parameters: Sequence[Tensor], sample: ParameterSample, options: RecordingOptions
 ) -> int:
-    """Return the bytes of the replays: of the gradients first, and then, when these are freed, of the update."""
+    """Return the bytes that replays need: for gradients, or for the update after these are freed, if it needs more."""
     truth = ReplayPrecision(options.truth)
     widths = [one.numel() * truth.wide(one.dtype).itemsize for one in every]
     judged = [local(one) for one in parameters if sample.has(one)]
@@ -59,18 +59,18 @@ def needed_bytes(
 
 
 def is_free(size: int, device: torch.device) -> bool:
-    """Return whether so many bytes are free, as far as that is known."""
+    """Return whether this many bytes are free, as far as this is known."""
     free = free_bytes(device)
     return free is None or size <= free
 
 
 def bytes_of_step(parameter: Tensor, others: int) -> int:
-    """Return what a whole parameter takes with so many other tensors of its shape, and the replay of its step."""
+    """Return the bytes of a whole parameter, ``others`` more tensors of its shape, and the replay of its step."""
     return parameter.numel() * ((1 + others) * parameter.element_size() + _STATES * 8)
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return what one of the processes on this machine may still take on a device, None where that is not known."""
+    """Return how many bytes a process of this machine can still allocate on a device; None if this is unknown."""
     if device.type != "cpu":
         return free_bytes_of_device(device)
     limits = [one for one in (_available(), _left_in_group()) if one is not None]
@@ -79,7 +79,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def _available() -> int | None:
-    """Return what Linux says that a process can take without swapping."""
+    """Return the memory that a process can use without swapping, according to Linux."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
@@ -92,7 +92,7 @@ def _left_in_group() -> int | None:
     try:
         group = Path("/sys/fs/cgroup")
         used = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        cached = int(used["active_file"]) + int(used["inactive_file"])  # files that were read, which can be dropped
+        cached = int(used["active_file"]) + int(used["inactive_file"])  # cached files, which can be dropped
         return int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()) + cached
     except (OSError, KeyError, ValueError):  # no group, or no limit ("max")
         return None
@@ -130,4 +130,4 @@ def _sentence(
 
 
 _SHARE = 0.1
-"""The share of parameters whose sample is proposed."""
+"""The share of parameters that the message proposes to sample."""

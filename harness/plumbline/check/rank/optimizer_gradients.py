@@ -1,4 +1,4 @@
-"""The gradients of one optimizer as vectors: what it receives, before and after clipping, and what passes leave."""
+"""Vectors of an optimizer's gradients: as received, before and after clipping, and as left by backward passes."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _EMPTY = torch.zeros(0, dtype=torch.float64)
 
 
 def kept(gradient: Tensor) -> Tensor:
-    """Return the segment of a gradient, of the whole one if it is sharded."""
+    """Return the segment of a gradient. A sharded gradient is gathered first."""
     return segment(_dense(gradient))
 
 
 def exact_segment(gradient: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the segment of an exact gradient of a parameter of ``dtype``, to which local ones are compared.
+    """Return the segment of the exact gradient of a parameter of ``dtype``.
 
-    It is compared with gradients that are rounded to the parameter's dtype, beside which the projection's rounding is
-    nothing, except where that is float64 as well. No tolerance follows from exact gradients.
+    It is compared with gradients that are rounded to the parameter's dtype. The projection's own rounding is negligible
+    in comparison, unless this dtype is float64. No tolerance follows from exact gradients.
     """
     return segment(gradient, split=dtype in (torch.float64, torch.complex128))
 
@@ -35,7 +35,7 @@ def exact_segment(gradient: Tensor, dtype: torch.dtype) -> Tensor:
 def received(
     optimizer: Optimizer, parameter: Tensor, gradient: Tensor | None, *, sampled: bool = True
 ) -> tuple[Tensor, float]:
-    """Return the segment and the norm of the gradient with which an optimizer steps, NaN and 0 where there is none.
+    """Return the segment and the norm of the gradient with which an optimizer steps; NaN and 0 without a gradient.
 
     The segment of a parameter that is not ``sampled`` is empty.
     """
@@ -50,27 +50,27 @@ def received(
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Return whether the script has hooks that may change a gradient before it arrives; one of them is ours."""
+    """Return whether the script has hooks that can change a gradient before it arrives. One hook is the recorder's."""
     return len(parameter._backward_hooks or ()) > 1
 
 
 def has_own_hooks(parameter: Tensor) -> bool:
-    """Return whether the script has hooks on the parameter that may change its gradient."""
+    """Return whether the script has hooks on the parameter that can change its gradient."""
     return has_gradient_hooks(parameter) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def vector(one: ArrivedGradients, parameters: Sequence[Tensor], sample: ParameterSample) -> BackwardPass:
-    """Return a pass as far as it concerns parameters, as vectors, with nothing of those that are not in the sample."""
+    """Return a pass as vectors for these parameters. Parameters outside the sample have no entries."""
     return joined(one, {id(p): _length(p) if sample.has(p) else 0 for p in parameters})
 
 
 def joined(one: ArrivedGradients, lengths: Mapping[int, int]) -> BackwardPass:
-    """Return a pass as vectors of what is kept of parameters, whose ids have these ``lengths``."""
+    """Return a pass as vectors. ``lengths`` has the number of entries of each parameter, by its id."""
     zeros = {name: torch.zeros(length, dtype=torch.float64) for name, length in lengths.items()}
     local = torch.cat([one.local.get(name, zero) for name, zero in zeros.items()])
     if one.exact is None:
         return BackwardPass(one.number, local, None, one.scale, one.facts)
-    # Where something arrived of which no replay knows, there is no exact gradient.
+    # If a gradient arrived that no replay computed, there is no exact one.
     unknown = {name: zero if name not in one.local else zero + torch.nan for name, zero in zeros.items()}
     exact = torch.cat([one.exact.get(name, missing) for name, missing in unknown.items()])
     native = torch.cat([one.native.get(name, missing) for name, missing in unknown.items()]) if one.native else None
@@ -78,7 +78,7 @@ def joined(one: ArrivedGradients, lengths: Mapping[int, int]) -> BackwardPass:
 
 
 def _dense(gradient: Tensor) -> Tensor:
-    """Return the whole of a gradient, which all ranks have to ask for where it is sharded, as a dense real tensor."""
+    """Return the whole gradient as a dense real tensor. If it is sharded, all ranks have to call this."""
     gradient = whole(gradient)
     return as_real(gradient.to_dense() if gradient.is_sparse else gradient)
 

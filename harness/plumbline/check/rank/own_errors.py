@@ -15,9 +15,9 @@ T = TypeVar("T")
 
 
 class OwnErrors:
-    """Runs what is the recorder's. ``first`` is the first error in it, in words for the verdict, "" if none was.
+    """Runs code of the recorder. ``first`` is its first error, in words for the verdict, "" without one.
 
-    ``after_error`` is called after each.
+    ``after_error`` is called after each error.
     """
 
     def __init__(self, after_error: Callable[[], None]) -> None:
@@ -25,7 +25,7 @@ class OwnErrors:
         self._after_error = after_error
 
     def keep(self, do: Callable[[], T]) -> T | None:
-        """Do something of the recorder's; return None where that fails: the script goes on."""
+        """Call ``do``. If it fails, return None, so that the script goes on."""
         try:
             return do()
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Which of an optimizer's parameters are judged, where ``--sample-parameters`` asks for a part of them."""
+"""Chooses which of an optimizer's parameters are judged, if ``--sample-parameters`` asks for a part of them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 class ParameterSample:
-    """A seeded choice of each optimizer's parameters: the same on every rank and in every step.
+    """A seeded choice of each optimizer's parameters. It is the same on every rank and in every step.
 
-    ``amount`` is their share where it is below 1, else their number; 0 is all of them. At least one is chosen.
+    ``amount`` is the share of parameters if it is below 1, else their number; 0 chooses all. At least one is chosen.
     """
 
     def __init__(self, amount: float) -> None:
         self._amount = amount
-        self._left_out: dict[int, Tensor] = {}  # holds the parameters: an id is one's only as long as it lives
+        self._left_out: dict[int, Tensor] = {}  # keeps the parameters alive, so that their ids stay theirs
 
     def add(self, parameters: Sequence[Tensor]) -> None:
         """Choose among the parameters of one optimizer."""

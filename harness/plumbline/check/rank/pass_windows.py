@@ -1,7 +1,7 @@
-"""Which backward passes belong to an optimizer step.
+"""Assigns backward passes to optimizer steps.
 
-A pass belongs to the optimizers that step after it, before the next pass begins. So the passes of two optimizers that
-take turns, as those of a GAN, are told apart although each leaves gradients in the other's parameters.
+Successive passes belong to the optimizers that step after them, before another pass begins. This separates the passes
+of two optimizers that take turns, as in a GAN, although each leaves gradients in the other's parameters.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ class _Entry:
 
 
 class PassWindows:
-    """Keeps the passes until every optimizer that they concern has stepped."""
+    """Keeps passes until every optimizer that they concern has stepped."""
 
     def __init__(self) -> None:
         self._entries: list[_Entry] = []
         self._last_step: dict[int, int] = {}
 
     def add(self, one: ArrivedGradients) -> None:
-        """Note a backward pass: what has been stepped after belongs to others from now on."""
+        """Add a backward pass. It closes the earlier passes after which an optimizer has already stepped."""
         for entry in self._entries:
             entry.closed = entry.closed or bool(entry.steps)
         self._entries.append(_Entry(one))
@@ -34,13 +34,13 @@ class PassWindows:
     def take(
         self, optimizer: int, running: ArrivedGradients | None = None
     ) -> tuple[list[ArrivedGradients], list[ArrivedGradients]]:
-        """Return the passes since an optimizer's last step that belong to the step it takes now, and the others.
+        """Return the passes since an optimizer's last step: those that belong to its current step, and the others.
 
-        They are those of its next step as well if this one raises, and no pass begins before it is taken again.
+        If the step raises, and is taken again before another pass begins, it gets the same passes again.
 
         Args:
             optimizer: the number of the optimizer.
-            running: the pass inside of which it steps, from a hook on its parameter.
+            running: the backward pass inside which the optimizer steps, from a hook on its parameter.
         """
         last = self._last_step.get(optimizer, -1)
         since = [entry for entry in self._entries if entry.one.number > last]
@@ -51,9 +51,9 @@ class PassWindows:
         return passes, [entry.one for entry in since if entry.closed]
 
     def stepped(self, optimizer: int, running: ArrivedGradients | None = None) -> None:
-        """Note that an optimizer has taken its step, and forget passes that no optimizer known so far will ask for.
+        """Note that an optimizer has taken its step, and forget passes that no known optimizer needs any more.
 
-        The latest ones are kept: an optimizer that has not stepped yet may do so, after the others.
+        The latest passes are kept for optimizers that have not stepped yet, and may step after the others.
         """
         latest = [entry.one.number for entry in self._entries[-1:]] + ([] if running is None else [running.number])
         if latest:

@@ -1,4 +1,4 @@
-"""What is recorded of each parameter of an optimizer beside its gradient."""
+"""Records what is known of each parameter of an optimizer, apart from its gradient."""
 
 from __future__ import annotations
 

@@ -46,14 +46,14 @@ from plumbline.recording.process import rank_and_world
 from plumbline.recording.sharding import local
 
 END_TIMEOUT_S = 60.0
-"""How long a rank that has recorded its steps waits for the others, beside twice the time that it took itself."""
+"""Seconds that a finished rank waits for the others, in addition to twice its own recording time."""
 
 
 class TrainingRecorder:
-    """Follows the optimizers of this process from step ``after`` on, for as many steps as are asked for.
+    """Follows the optimizers of this process from step ``after`` on, for the requested number of steps.
 
     These steps are the first window. With ``every``, later windows of one step follow. Recording ends early at the
-    first error of its own: the script never sees it.
+    first error of the recorder, which the script never sees.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class TrainingRecorder:
         self._later: set[str] = set()
         self._began = 0.0
         self._pending: RecordedStep | None = None
-        self._makes_state = False  # the step that runs, before any backward pass
+        self._makes_state = False  # whether the running step only creates state, before any backward pass
         self._pid = os.getpid()
         self._world = (0, 1)
 
@@ -111,10 +111,10 @@ class TrainingRecorder:
         self._errors.keep(lambda: self._observers.tell(lambda one: one.install()))
 
     def follow(self, named: Sequence[Optimizer], found: Sequence[Optimizer], others: Iterable[Any] = ()) -> None:
-        """Follow optimizers that were made before ``install``, and tell the observers of ``others``.
+        """Follow optimizers that were created before ``install``, and tell the observers of ``others``.
 
-        Those that were ``found`` may belong to other trainings. Where gradients are left from before, their backward
-        passes are unknown: the first step that is recorded is then the one after the next.
+        Optimizers in ``found`` can belong to other trainings. If gradients are left from before, their backward passes
+        are unknown, so the next step is skipped and recording starts with the one after it.
         """
         known = [*named, *found]
         has_gradients = any(one.grad is not None for optimizer in known for one in parameters_of(optimizer))
@@ -135,22 +135,22 @@ class TrainingRecorder:
         self._errors.keep(note)
 
     def abandon(self) -> None:
-        """Record no more, and write nothing: this is a fork of the process that is recorded."""
+        """Stop recording and write nothing, because this process is a fork of the recorded one."""
         self._stop()
         self._finished = True
 
     def write_end(self) -> None:
-        """Say that this rank has no more evidence, where it has none at all: others need not wait for it."""
+        """Write the end of a rank that has recorded no step, so that other ranks do not wait for it."""
         self._world = _world()
         self._writer.write_end(self._world[0], {}, self._errors.first)
 
     def wait_for_ends(self, seconds: float | None = None) -> None:
-        """Wait until all ranks of the group have written their evidence, or have had the time for it."""
+        """Wait until all ranks of the group have written their evidence, or the time for it is over."""
         recorded = time.monotonic() - self._began if self._began else 0.0
         self._writer.wait_for_ends(self._world[1], END_TIMEOUT_S + 2 * recorded if seconds is None else seconds)
 
     def forget(self) -> None:
-        """In a forked process: record its steps as its own, unless the parent has taken some itself."""
+        """In a forked process, record its own steps, unless the parent has already begun to step."""
         if self._optimizers.have_begun:
             self._stop()
             self._finished = True
@@ -174,11 +174,11 @@ class TrainingRecorder:
 
     @property
     def progress(self) -> dict[str, object]:
-        """What came of recording, for a process that leaves no steps: counts, and the recorder's own error."""
+        """Counts of what the recorder saw, and its own error, for a process that leaves no steps."""
         return {**self._optimizers.progress, "passes": self._passes.count, "error": self._errors.first}
 
     def finish(self) -> None:
-        """Write what concerns the whole process: after its last recorded step, so that it stays if the process dies."""
+        """Write facts about the whole process, right after its last recorded step in case the process dies."""
         if os.getpid() != self._pid:
             return
         if self._finished:
@@ -204,7 +204,7 @@ class TrainingRecorder:
                 self._observers.tell(lambda one: one.after_recording(partial(self._write_later, one.name)))
 
     def _write_later(self, *changed: str) -> None:
-        """Write the facts of observers that watch after the recorded steps: of those that ``changed``, and others."""
+        """Write the facts of observers that go on after the recorded steps: of those that ``changed`` now or before."""
         if os.getpid() == self._pid:
             self._later.update(changed)
             facts = {**self._observers.final_facts(self._later), "late": self._optimizers.late}
@@ -213,7 +213,7 @@ class TrainingRecorder:
 
     def _note_parameters(self, optimizer: Optimizer) -> None:
         if not self._finished:
-            self._names.refresh()  # they may have been added to modules that were called before
+            self._names.refresh()  # they may have been added to modules after their first call
         self._note(optimizer)
 
     def _note(self, optimizer: Optimizer) -> None:
@@ -261,7 +261,7 @@ class TrainingRecorder:
             self._errors.keep(lambda: self._complete(optimizer, skipped=bool(skipped)))
 
     def _count(self, optimizer: Optimizer) -> None:
-        """End recording, as far as the number of this step asks for it."""
+        """Count a step that begins. End the recording, or the process, if the options ask for that at this step."""
         self._note(optimizer)
         if not self._optimizers.has_begun(optimizer):
             with torch.no_grad(), paused():
@@ -284,7 +284,7 @@ class TrainingRecorder:
             self._complete(optimizer, skipped=True)
 
     def _prepare(self, optimizer: Optimizer) -> None:
-        """Take down everything that the step itself changes."""
+        """Record everything that the step itself changes."""
         self._world = _world()
         parameters = parameters_of(optimizer)
         self._sample.add(parameters)
@@ -366,13 +366,13 @@ class TrainingRecorder:
                 self._await_window(optimizer)
 
     def _is_over(self, optimizer: Optimizer) -> bool:
-        """Return whether the window is complete: the first one waits for all optimizers that have begun to step."""
+        """Return whether the window is complete. The first one waits for all optimizers that have begun to step."""
         if self._writer is self._first_writer:
             return self._optimizers.have_taken(self._window[1])
         return self._optimizers.taken(optimizer) >= self._window[1]
 
     def _await_window(self, optimizer: Optimizer) -> None:
-        """Begin a window again when an optimizer has taken the next multiple of ``every`` steps."""
+        """Begin the next window when an optimizer has taken the next multiple of ``every`` steps."""
         every = self._options.every
         begin = (self._optimizers.taken(optimizer) // every + 1) * every
         self._window = begin, begin + 1
@@ -380,7 +380,7 @@ class TrainingRecorder:
         self._ended = self._finished = False
 
     def _interrupt(self) -> None:
-        """End the process as a crash does, but together with the other ranks, so that all have saved what they save."""
+        """End the process like a crash, but together with the other ranks, so that all have saved their checkpoints."""
         rank, ranks = _world()
         self._first_writer.wait_for_interrupted(rank, ranks, END_TIMEOUT_S)
         sys.stdout.flush()
@@ -388,7 +388,7 @@ class TrainingRecorder:
         os._exit(0)
 
     def _end_process(self) -> None:
-        """End the process with all others of its group: those that are behind may still need it."""
+        """End the process together with all others of its group, because slower ranks may still need it."""
         self.wait_for_ends()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -397,7 +397,7 @@ class TrainingRecorder:
 
 @dataclass(frozen=True, eq=False)
 class SteppedParameters:
-    """What an optimizer steps: its parameters or pieces of the model's, what it received, and passes as vectors."""
+    """What an optimizer updates (its parameters, or pieces of the model's), with gradients, and passes as vectors."""
 
     parameters: tuple[Parameter, ...]
     gradients: Sequence[Tensor]
@@ -409,11 +409,11 @@ class SteppedParameters:
 
 
 def _steps_with_zeros(optimizer: Optimizer) -> bool:
-    """Return whether there are gradients and all are zero, as where a trainer steps once to create the state."""
+    """Return whether gradients exist and all are zero, as when a trainer steps once to create the optimizer's state."""
     gradients = [one.grad for one in parameters_of(optimizer) if one.grad is not None]
     return bool(gradients) and not any(bool(local(one).any()) for one in gradients)
 
 
 def _world() -> tuple[int, int]:
-    """Return the rank of this process and the world's size; without a group, what the launcher says of the rank."""
+    """Return this process's rank and the world size; without a process group, the launcher's rank and 1."""
     return rank_and_world() or (int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))), 1)

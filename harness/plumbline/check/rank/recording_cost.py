@@ -1,4 +1,4 @@
-"""Measures what recording costs on this rank, for ``--dry-run``: nothing is replayed meanwhile."""
+"""Measures what recording costs on this rank, for ``--dry-run``. Nothing is replayed."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _SIZE = 512
 class RecordingCost(Observer):
     """Times the first optimizer's steps: the last one before recording begins, and the recorded one.
 
-    Beside that it counts bytes: of the parameters, of what goes into the largest step's forwards, and of what the
-    largest forward saves for its backward pass.
+    It also counts the bytes of the parameters, of the inputs of forwards, and of what the largest forward saves for its
+    backward pass.
     """
 
     name = "cost"

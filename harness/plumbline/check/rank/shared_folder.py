@@ -1,4 +1,4 @@
-"""A temporary folder to which all ranks of a process group write, and that the last one to leave removes."""
+"""A temporary folder to which all ranks of a process group write. The last rank to leave removes it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _LEFT = "left-"
 
 
 class UnreachableFolderError(Exception):
-    """A rank does not see the folder of the others; the message says what to do."""
+    """A rank cannot see the folder of the other ranks. The message says what to do."""
 
 
 class SharedFolder:
-    """The next folder of a process group: every rank needs as many; ``prepare`` is called with it by one rank.
+    """A folder that all ranks of a process group share. Every rank needs to create equally many, in the same order.
 
-    Without a group, each process has a folder of its own. ``above``: the folder in which it is made, the temporary one
-    if it is None.
+    ``prepare`` is called with a new folder before it is shared. Without a process group, each process has its own
+    folder. ``above`` is the parent folder, None for the system's temporary folder.
     """
 
     def __init__(self, prepare: Callable[[Path], None], above: str | None = None) -> None:
@@ -36,10 +36,10 @@ class SharedFolder:
         self._place = 0, 1
 
     def find(self) -> str:
-        """Return the folder: the one of the rank that has asked first.
+        """Return the folder that the first rank to ask has created.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: it cannot be created.
             UnreachableFolderError: it is on another machine.
         """
         own = tempfile.mkdtemp(prefix="plumbline-attach-", dir=self._above)
@@ -54,7 +54,7 @@ class SharedFolder:
         return self.path
 
     def leave(self) -> None:
-        """Say that this rank needs the folder no more; the last rank to say so removes it."""
+        """Note that this rank no longer needs the folder. The last rank to do so removes it."""
         if self.path is not None and os.getpid() == self._pid:  # and not in a fork of the process
             rank, ranks = self._place
             with suppress(OSError):

@@ -1,4 +1,4 @@
-"""The trainer whose method steps an optimizer, which knows what the optimizer itself does not."""
+"""Finds the trainer whose method steps an optimizer. The trainer has information that the optimizer lacks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def stepping_object(has_what_is_needed: Callable[[Any], bool]) -> Any:
-    """Return the innermost object with a running method for which the condition holds, None without one."""
+    """Return the object of the innermost running method for which the condition holds, or None."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         own = frame.f_locals.get("self")

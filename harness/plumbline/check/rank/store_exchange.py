@@ -1,4 +1,4 @@
-"""Values that all ranks exchange through the store of torch.distributed, which no collective of the script uses."""
+"""Exchanges values between all ranks through the store of torch.distributed, apart from the script's collectives."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any
 import torch.distributed
 
 TIMEOUT_S = 60.0
-"""How long a rank waits for the others: they come here from the same optimizer step, or not at all."""
+"""Seconds that a rank waits for the others. They reach this point in the same optimizer step, or not at all."""
 
 
 class NoAgreementError(Exception):
-    """The ranks do not compute together at this step; the message, which all of them have, says why."""
+    """The ranks do not compute together at this step. The message, which is the same on all ranks, says why."""
 
 
 class AbsentRankError(Exception):
-    """A rank did not come, and nothing can be computed together any more."""
+    """A rank did not arrive, so nothing can be computed together any more."""
 
 
 class Exchange:
-    """Gives each rank the values of all, by JSON. Every rank has to make the same calls in the same order.
+    """Gives each rank the values of all ranks, as JSON. Every rank has to make the same calls in the same order.
 
-    ``ranks``: those that exchange values, by default all. ``patience_s``: how long each waits for the others, by
-    default ``TIMEOUT_S``.
+    ``ranks``: the ranks that exchange values, by default all. ``patience_s``: seconds that each one waits for the
+    others, by default ``TIMEOUT_S``.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Exchange:
         """Return what each rank gave, in the order of ranks.
 
         Raises:
-            AbsentRankError: a rank did not come.
+            AbsentRankError: a rank did not arrive.
         """
         ranks = range(torch.distributed.get_world_size()) if self._ranks is None else self._ranks
         rank = self._give({"value": own})
@@ -58,17 +58,17 @@ class Exchange:
         left = [f"rank {other}: {one['left']}" for other, one in zip(ranks, found, strict=True) if "left" in one]
         if left:
             raise AbsentRankError(left[0])
-        # All ranks are here, so all have read what was given in the round before.
+        # All ranks have arrived, so all have read the values of the previous round.
         if self._round > 1:
             self._store.delete_key(f"{self._round - 1} {rank}")
         return [one["value"] for one in found]
 
     def leave(self, why: str) -> None:
-        """Tell the ranks that wait for this one, now or at a later step, that it does not come and ``why``."""
+        """Tell ranks that wait for this one, now or at a later step, that it will not arrive, and ``why``."""
         self._give({"left": why})
 
     def _give(self, own: dict[str, Any]) -> int:
-        """Write what this rank has to say in the next round; return the rank."""
+        """Write this rank's message for the next round; return the rank."""
         rank = torch.distributed.get_rank()
         if self._store is None:
             c10d: Any = torch.distributed.distributed_c10d

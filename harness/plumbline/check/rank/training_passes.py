@@ -1,4 +1,4 @@
-"""The forwards and backward passes of a script: what arrives in them, and the same computed again in float64."""
+"""Follows a script's forwards and backward passes, and recomputes in float64 the gradients that arrive in them."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ HOOKED = "the script has hooks on it, and activation checkpoints recomputed diff
 
 
 class TrainingPasses:
-    """Follows passes between ``start`` and ``stop``, tells observers of them, and gives them to the optimizers' steps.
+    """Follows passes between ``start`` and ``stop``, tells observers about them, and assigns them to optimizer steps.
 
-    ``uncovered`` has the names of parameters whose gradients cannot be computed again, each with the reason.
+    ``uncovered`` has the names of parameters whose gradients cannot be recomputed, each with the reason.
     """
 
     def __init__(
@@ -100,9 +100,10 @@ class TrainingPasses:
         self._calls.stop()
 
     def take(self, optimizer: Optimizer, number: int) -> tuple[list[ArrivedGradients], list[ArrivedGradients]]:
-        """Return the passes that belong to the step that an optimizer takes now, and others that left it gradients.
+        """Return the passes that belong to an optimizer's current step, and other passes that left gradients for it.
 
-        What arrived in them is computed again, unless the optimizer steps inside of a pass, from a hook.
+        The gradients of all these passes are recomputed, unless the optimizer steps inside a backward pass, from a
+        hook.
         """
         running = self._gradients.current
         own, others = self._windows.take(number, running)
@@ -161,14 +162,14 @@ class TrainingPasses:
             raise self._gradients.error
         one.facts |= self._observers.tell(lambda observer: observer.backward_ends(one.number))
         if self._gradients.passes.has_failed:
-            return  # the script catches that, and begins again, as with a smaller batch where memory was short
+            return  # the script catches the error and retries, as with a smaller batch if memory was short
         one.scale = self._scales[one.number] = self._loss_scale.scale
         if one.local or one.distributed or one.in_flat_parts or one.whole:
             one.facts |= {"distributed": one.distributed, "in_flat_parts": one.in_flat_parts}
             self._windows.add(one)
 
     def _replay(self, passes: Sequence[ArrivedGradients]) -> None:
-        """Compute what arrived in these passes again, in float64; passes without calls to replay have no exact part."""
+        """Recompute the gradients of these passes in float64. Passes without calls to replay get no exact gradients."""
         if not self._replays:
             self._calls.forget()
             return
@@ -185,7 +186,7 @@ class TrainingPasses:
                 one.native = {id(parameter): gradient for parameter, gradient in found.native.items()}
                 for parameter, reason in found.uncovered.items():
                     self.uncovered.setdefault(self._names.of_one(parameter), reason)
-                # Whether its calls communicate or not, no run of them has all of its gradient.
+                # Whether or not its calls communicate, no replay of them gives its whole gradient.
                 self.uncovered |= {self._names.of_one(parameter): OUTSIDE for parameter in found.beside}
         with self._calls.paused():
             beside = {parameter for one in exact.values() for parameter in one.beside}
@@ -198,7 +199,7 @@ class TrainingPasses:
 
 
 def _leave_out_hooked(found: ExactPass) -> None:
-    """Leave out parameters whose gradients hooks of the script may change: they differ from a replay in any case."""
+    """Leave out parameters with gradient hooks of the script: these gradients differ from a replay in any case."""
     for parameter in [one for one in found.native if has_gradient_hooks(one)]:
         del found.gradients[parameter], found.native[parameter]
         found.uncovered[parameter] = HOOKED

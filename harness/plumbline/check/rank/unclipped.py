@@ -25,9 +25,9 @@ _ROUNDINGS = 8
 
 
 class UnclippedGradients(Observer):
-    """Keeps the first segment of each gradient that is clipped after a backward pass, until the next pass or step.
+    """Keeps the segments of gradients as they were before clipping, from a backward pass until the next pass or step.
 
-    ``whole`` has gradients of parameters that no module holds, which may be copies of a model's in pieces.
+    ``whole`` has whole gradients of parameters that no module holds. They can be copies of pieces of the model's.
     """
 
     name = "unclipped"
@@ -46,7 +46,7 @@ class UnclippedGradients(Observer):
         self._shards: dict[int, Tensor] = {}
 
     def note(self, parameters: Sequence[Tensor]) -> None:
-        """Take down gradients before they are clipped."""
+        """Record gradients before they are clipped."""
         if not self.recording:
             return
         scales = self._scales()
@@ -55,7 +55,7 @@ class UnclippedGradients(Observer):
             for one in parameters:
                 if one.grad is None or id(one) in self._shards or self._knows(one, scales.get(id(one), 1.0)):
                     continue
-                if part_of(one) is not None:  # ranks may not all be here, and nothing can be gathered
+                if part_of(one) is not None:  # not all ranks may be here, so nothing can be gathered
                     self._shards[id(one)] = one.grad / scales.get(id(one), 1.0)
                 elif self._sample.has(one):
                     self._before[id(one)] = kept(one.grad) / scales.get(id(one), 1.0)
@@ -63,7 +63,7 @@ class UnclippedGradients(Observer):
                         self.whole[id(one)] = one.grad.detach() / scales[id(one)]
 
     def note_clipped(self, parameters: Sequence[Tensor]) -> None:
-        """Take down the same gradients after they were clipped."""
+        """Record the same gradients after they were clipped."""
         scales = self._scales()
         with torch.no_grad(), paused():
             for one in parameters:
@@ -71,7 +71,7 @@ class UnclippedGradients(Observer):
                     self._after[id(one)] = kept(one.grad) / scales.get(id(one), 1.0)
 
     def _knows(self, parameter: Tensor, scale: float) -> bool:
-        """Return whether a gradient was taken down before, and is still what clipping has made of it."""
+        """Return whether a gradient was recorded before, and is still what clipping left."""
         after = self._after.get(id(parameter))
         if after is None:
             return id(parameter) in self._before
@@ -82,7 +82,7 @@ class UnclippedGradients(Observer):
         return {id(one): self._loss_scale.pending_scale(opt) for opt in self._optimizers for one in parameters_of(opt)}
 
     def factor(self, parameter: Tensor) -> float:
-        """Return by how much clipping has shortened the gradient of a parameter: 1 where it was not clipped."""
+        """Return the factor by which clipping has shortened a parameter's gradient; 1 if it was not clipped."""
         before, after = self._before.get(id(parameter)), self._after.get(id(parameter))
         if before is None or after is None or parameter.grad is None or not bool(before.any()):
             return 1.0
@@ -93,10 +93,10 @@ class UnclippedGradients(Observer):
     def vectors(
         self, parameters: Sequence[Tensor], received: Sequence[Tensor], units: Sequence[FlatUnit]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return ``unclipped`` and ``replaced`` of a step.
+        """Return ``unclipped`` and ``replaced`` of a ``RecordedStep``.
 
-        A factor by which the script has multiplied all gradients since they were clipped stays in them. Those in flat
-        ``units`` are gathered: all ranks have to ask.
+        If the script has multiplied all gradients by one factor since clipping, ``unclipped`` includes this factor.
+        Gradients in flat ``units`` are gathered, so all ranks have to call this.
         """
         known = self._of_flat(units)
         replaced: dict[int, Tensor] = {}
@@ -124,7 +124,7 @@ class UnclippedGradients(Observer):
         return {id(one): kept(gradient) for one, gradient in found if gradient is not None}
 
     def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
-        """Forget what the pass changes."""
+        """Forget the gradients, which the pass changes."""
         for notes in (self._before, self._after, self.whole, self._shards):
             notes.clear()
 
@@ -137,9 +137,9 @@ class UnclippedGradients(Observer):
 
 
 def _as_clipped(given: Sequence[Tensor], after: Sequence[Tensor], rounding: float) -> float | None:
-    """Return by which factor gradients are what clipping made of them, None if they are not.
+    """Return the factor between gradients and what clipping left of them; None if there is no such factor.
 
-    Those that were removed since, or are not finite, say nothing.
+    Gradients that were removed since, or are not finite, are ignored.
     """
     pairs = [(own, other) for own, other in zip(given, after, strict=True) if bool((own + other).isfinite().all())]
     size = sum(float(other @ other) for _, other in pairs)
@@ -157,5 +157,5 @@ def _are_near(ours: Sequence[Tensor], theirs: Sequence[Tensor], rounding: float)
 
 
 def _rounding(parameters: Sequence[Tensor]) -> float:
-    """Return how far gradients may be, relatively, from a multiple of others that were rounded as they are."""
+    """Return by how much, relatively, rounding can move gradients away from an exact multiple of others."""
     return _ROUNDINGS * max((torch.finfo(one.dtype).eps for one in parameters), default=0.0)

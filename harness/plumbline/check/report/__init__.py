@@ -1,1 +1,1 @@
-"""Shows a verdict: on a terminal, as JSON, as one page of HTML."""
+"""Shows a verdict on a terminal, or writes it as JSON, HTML, Markdown or SARIF."""

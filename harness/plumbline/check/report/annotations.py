@@ -1,4 +1,4 @@
-"""What is wrong with a training, at the line of the script in which its first step was taken."""
+"""Annotates the line of the script that takes the first optimizer step with what is wrong in the training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from plumbline.report.annotations import Annotation, annotate, sarif
 
 
 def annotations_on(checked: CheckedCommand) -> list[Annotation]:
-    """Return what is wrong in each training; what follows from something else is left out."""
+    """Return the mistakes of each training as annotations. Consequences of other mistakes are left out."""
     return [
         _annotation(one, finding)
         for one in checked.trainings

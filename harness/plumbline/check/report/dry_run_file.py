@@ -13,7 +13,7 @@ from plumbline.check.report.json_file import Script
 from plumbline.results.fields import Count, Text, document_schema
 
 VERSION: Final = 1
-"""Of the schema; a field may be added without a new one."""
+"""Version of the schema. Adding a field does not change it."""
 
 FILE: Final = Path(__file__).with_name("dry_run.schema.json")
 

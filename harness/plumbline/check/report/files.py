@@ -1,4 +1,4 @@
-"""Writes the verdict to files, whole or not at all. Only what was asked for is imported."""
+"""Writes the verdict to files, each completely or not at all. Imports only what the requested files need."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REPORT: Final = ("verdict.html", "verdict.json", "verdict.sarif", "verdict.md", 
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder for a report; raise ``PlanError`` if that is not possible, or nothing can be written to it."""
+    """Create the folder of a report; raise ``PlanError`` if it cannot be created or its files cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -25,9 +25,9 @@ def make_folder(folder: Path) -> None:
 
 
 def refuse_unwritable(*files: Path | None) -> None:
-    """Refuse files that cannot be written, before a training is started for them.
+    """Refuse files that cannot be written, before a training starts.
 
-    It raises ``PlanError`` if a file is a folder, or its folder is missing or not writable.
+    It raises ``PlanError`` if a path is a folder, if its parent folder is missing, or if it cannot be written.
     """
     for file in filter(None, files):
         if file.is_dir():
@@ -41,7 +41,7 @@ def refuse_unwritable(*files: Path | None) -> None:
 def write_files(
     checked: CheckedCommand, verdict: Verdict, *, html: Path | None, json: Path | None, sarif: Path | None = None
 ) -> None:
-    """Write the files that were asked for, with ``write_whole``."""
+    """Write the requested files with ``write_whole``."""
     if json is not None:
         from plumbline.check.report.json_file import as_json
 
@@ -57,7 +57,7 @@ def write_files(
 
 
 def write_report(folder: Path, checked: CheckedCommand, verdict: Verdict) -> None:
-    """Write the verdict into ``folder`` in every form: ``REPORT`` has the names of the files."""
+    """Write the verdict to ``folder`` in every format. ``REPORT`` has the file names."""
     from plumbline.check.report.annotations import annotations_on
     from plumbline.check.report.markdown import verdict_markdown
     from plumbline.report.annotations import code_quality
@@ -71,7 +71,7 @@ def write_report(folder: Path, checked: CheckedCommand, verdict: Verdict) -> Non
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Write a file, or leave it as it was.
+    """Write a file completely, or leave it as it was.
 
     It raises ``OSError`` if the file cannot be written.
     """

@@ -19,7 +19,7 @@ from plumbline.results.fields import Count, Text, document_schema
 from plumbline.results.records import FindingRecord, SourceLine, fields_of
 
 VERSION: Final = 1
-"""Of the schema; a field may be added without a new one."""
+"""Version of the schema. Adding a field does not change it."""
 
 FILE: Final = Path(__file__).with_name("check.schema.json")
 
@@ -159,7 +159,7 @@ class CheckDocument(BaseModel):
 
 
 def as_json(checked: CheckedCommand, verdict: Verdict) -> str:
-    """Return the document; what does not apply is null, an infinite number the string ``inf``."""
+    """Return the document. Values that do not apply are null; an infinite number is the string ``inf``."""
     document = CheckDocument(
         command=tuple(checked.command),
         exit_code=verdict.exit_code,

@@ -1,4 +1,4 @@
-"""What every form of the verdict says: a line a question, the training in words, what was not covered and why."""
+"""Text that all forms of the verdict share: a line for each finding, the training in words, and what was not judged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOST_NAMES = 3
 
 
 class Sign(str, Enum):
-    """What became of a question; the value is shown."""
+    """The kind of result that a check has. The value is shown to the user."""
 
     WRONG = "wrong"
     RIGHT = "ok"
@@ -35,7 +35,7 @@ class Sign(str, Enum):
 
 @dataclass(frozen=True)
 class Line:
-    """The answer to a question, with its reason."""
+    """The result of a check, with its reason."""
 
     sign: Sign
     check: str
@@ -44,9 +44,9 @@ class Line:
 
 
 def lines_of(one: CheckedTraining, above: Collection[Finding] = ()) -> list[Line]:
-    """Return a line for each finding but the notes and those that stand ``above``, at least the first accusation.
+    """Return a line for each finding, except headline notes, findings shown ``above``, and the first accusation.
 
-    What a check found right is left out where the same check found a mistake.
+    If a check found a mistake, its passing findings are left out.
     """
     told = [*above, *islice(accusations(one), 1)]
     accused = {each.check for each in accusations(one)}
@@ -94,7 +94,7 @@ def training_line(one: CheckedTraining) -> str:
 
 
 def coverage_lines(coverage: Coverage, truth: str) -> Iterator[str]:
-    """Yield what share of the trainable parameters was judged, and for each reason what was not.
+    """Yield what share of the trainable parameters was judged, and what was not judged for which reason.
 
     ``truth`` is the precision in which each rank replays its own calls.
     """

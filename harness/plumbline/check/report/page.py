@@ -1,4 +1,4 @@
-"""The verdict as a page: one file that works offline and without scripts, in the form of a run's page."""
+"""The verdict as one HTML file that works offline and without scripts, in the style of a run's page."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _source_of(one: CheckedTraining) -> SourceLines | None:
     file, number = place
     try:
         lines = Path(file).read_text("utf-8", "replace").splitlines()
-    except OSError:  # it ran elsewhere, or is gone
+    except OSError:  # the script is on another machine, or is gone
         lines = []
     shown = range(max(number - LINES_AROUND, 1), min(number + LINES_AROUND, len(lines)) + 1)
     text = textwrap.dedent("\n".join(lines[each - 1] for each in shown)).split("\n")

@@ -1,4 +1,4 @@
-"""The verdict on one screen, as plain text: it needs the standard library alone."""
+"""The verdict on one screen, as plain text. No terminal library is needed."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from plumbline.core.numbers import counted
 from plumbline.report.text import location, printable, settings_in_words, shortened
 
 LONGEST_MESSAGE = 180
-"""Characters of a line that says that something is right; the page and the JSON file have all of it."""
+"""Most characters of a passing check's message. The page and the JSON file have the whole message."""
 
 LEAST_WIDTH = 20
-"""Columns that a text has at least, on however narrow a terminal."""
+"""Least number of columns for wrapped text, however narrow the terminal is."""
 
 _CODES: Final = {"bold": 1, "dim": 2, "red": 31, "green": 32, "yellow": 33, "cyan": 36}
 """Parameters of the terminal sequence that sets a style (ECMA-48, SGR)."""
@@ -48,7 +48,7 @@ _SIGN_STYLES: Final = {Sign.RIGHT: "green", Sign.WRONG: "bold red", Sign.INFORMA
 def verdict_screen(
     checked: CheckedCommand, verdict: Verdict, *, width: int = 80, colour: bool = False, quiet: bool = False
 ) -> str:
-    """Return the screen, in lines of at most ``width``; if ``quiet``, one line of any length on what is right."""
+    """Return the screen in lines of at most ``width``. If ``quiet`` and all is right, return one line of any length."""
     if quiet and verdict.answer is Answer.RIGHT and not verdict.incidents:
         screen = _Screen(sys.maxsize, colour)
         notes = sum(len(notes_on(one)) for one in checked.trainings)
@@ -64,7 +64,7 @@ def verdict_screen(
 def trainings_screen(
     trainings: Sequence[CheckedTraining], answer: Answer, sentence: str, obstacle: str, *, width: int = 80
 ) -> str:
-    """Return the screen on trainings that no command has started; ``obstacle`` is what went wrong, if anything did."""
+    """Return the screen for trainings that no command started. ``obstacle`` says what went wrong, if anything did."""
     screen = _Screen(width, colour=False)
     step = next_step_after(answer, sentence, trainings)
     screen.verdict(answer, sentence, [obstacle] if obstacle else [], step)
@@ -136,7 +136,7 @@ class _Screen:
                 begin = " " * (signs + checks)
 
     def ended(self, checked: CheckedCommand) -> str:
-        """Return the whole screen, with how the command ended in its last lines."""
+        """Return the whole screen. Its last lines say how the command ended."""
         self.blank()
         self.indented(ran(checked), "dim")
         if checked.settings:

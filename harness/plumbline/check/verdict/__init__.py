@@ -1,4 +1,4 @@
-"""What a checked command comes to: right, wrong or not judged, in sentences and an exit code.
+"""Sums up a checked command: right, wrong or not judged, in sentences and an exit code.
 
-How it is shown belongs to ``report/``.
+``report/`` shows the result.
 """

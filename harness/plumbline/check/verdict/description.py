@@ -11,12 +11,13 @@ from plumbline.check.evidence.training import RecordedRank, RecordedTraining
 
 @dataclass(frozen=True)
 class Description:
-    """A training in figures and names. What no process noted is left out.
+    """Figures and names that describe a training. What no process recorded is left out.
 
-    ``steps`` counts those of the optimizer that has most of them, on the rank that has most; ``passes`` are the
-    smallest and the largest number of backward passes of a step. ``optimizers`` are classes, one for each optimizer of
-    a rank; ``precision`` are dtypes of parameters and autocast; ``wrappers`` are the classes around the model.
-    ``steps_at`` is the file and the line of the script in which the first step was taken, None where a library took it.
+    ``steps`` is the largest number of steps that one optimizer took on one rank. ``passes`` is the smallest and the
+    largest number of backward passes in a step. ``optimizers`` has the class of each optimizer of the first rank.
+    ``precision`` has dtypes of parameters and autocast, and whether the loss was scaled. ``wrappers`` says how the
+    model is wrapped. ``steps_at`` is the file and line of the script that took the first step, None if a library took
+    it.
     """
 
     ranks: int
@@ -42,7 +43,7 @@ def describe(training: RecordedTraining) -> Description:
 
 
 def most_steps(rank: RecordedRank) -> int:
-    """Return how many steps the optimizer took that took most."""
+    """Return the largest number of steps that one optimizer took."""
     return max(Counter(step.optimizer for step in rank.steps).values(), default=0)
 
 

@@ -1,4 +1,4 @@
-"""What to do where a training could not be judged, or only in part."""
+"""Says what to do if a training could not be judged, or only in part."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ NEXT_STEPS: Final[Mapping[str, str]] = {
     ),
     "the gradient did not come from a recorded backward pass": "compute gradients with `loss.backward()`",
 }
-"""By a part of the reason. Reasons that say themselves what to do are left out, and those that nothing can be done
-about."""
+"""Maps a part of a reason to what to do about it. Reasons that already say what to do, and reasons without a remedy,
+are left out."""
 
 
 def next_step(sentence: str, trainings: Sequence[CheckedTraining]) -> str:
-    """Return what to do about the reason in ``sentence``, or else about what was left out; "" if nothing is known."""
+    """Return what to do about the reason in ``sentence``, else about what was not judged; "" if nothing is known."""
     for why in (sentence, *_left_out(trainings)):
         for part, step in NEXT_STEPS.items():
             if part in why:

@@ -1,4 +1,4 @@
-"""Why nothing could be judged, and what else went wrong while a command ran, each with the way out."""
+"""Why nothing could be judged, and what else went wrong while a command ran, with what to do about it where known."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def why_nothing_was_recorded(checked: CheckedCommand) -> str:
 
 
 def why_no_estimate(checked: CheckedCommand) -> str | None:
-    """Return why a dry run measured no training, None where it measured one."""
+    """Return why a dry run measured no training, or None if it measured one."""
     if any(one.estimate for one in checked.trainings):
         return None
     if checked.trainings:
@@ -72,7 +72,7 @@ def incidents(checked: CheckedCommand) -> Iterator[str]:
 
 
 def early_end(checked: CheckedCommand) -> str:
-    """Return that the command failed, or who ended it; "" where it ended well."""
+    """Return how the command failed or who ended it; "" if it succeeded."""
     if checked.end.by is not EndedBy.ITSELF:
         return f"the command was ended {_by(checked)}, after {in_words(checked.end.seconds, 's')}"
     if checked.end.has_failed:
@@ -143,7 +143,7 @@ def _by(checked: CheckedCommand) -> str:
 
 
 def _reason(processes: Sequence[PythonProcess]) -> str:
-    """Return what ended the first of these processes: of those with a rank, where there are such."""
+    """Return what ended the first of these processes. Processes that have a rank and loaded torch come first."""
     ranked = [one for one in processes if one.rank is not None and one.torch]
     one = next(iter(ranked or processes), None)
     if one is None:

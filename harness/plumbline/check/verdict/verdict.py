@@ -1,4 +1,4 @@
-"""What a checked command comes to: right, wrong or not judged, in one sentence, and the exit code."""
+"""Sums up a checked command: right, wrong or not judged, in one sentence, with the exit code."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from plumbline.report.text import percent
 RIGHT, WRONG = 0, 1
 
 ENOUGH = 0.99
-"""The share of a training's trainable entries whose gradients and updates are judged where it is called right."""
+"""The least share of trainable elements whose gradients and updates must be judged to call a training right."""
 
 MOST_MISTAKES = 3
-"""How many mistakes the first line names."""
+"""The most mistakes that the first line names."""
 
 INTERRUPTED = 130  # 128 + SIGINT, as a shell does
 
@@ -48,9 +48,9 @@ class Answer(str, Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The answer, a sentence that gives its reason, what went wrong beside it, and the exit code.
+    """The answer, a sentence that gives its reason, other incidents, and the exit code.
 
-    ``next_step``: what to do to have more of it judged, "" where nothing is known or needed.
+    ``next_step``: what to do to have more judged; "" if nothing is known or needed.
     """
 
     answer: Answer
@@ -61,9 +61,9 @@ class Verdict:
 
 
 def verdict_of(checked: CheckedCommand, *, require_full: bool = False) -> Verdict:
-    """Return the verdict on a command: that of its worst training. One that failed is not right.
+    """Return the verdict on a command, which is that on its worst training. A command that failed is never right.
 
-    ``require_full``: a training that is right in part has the exit code of one that could not be judged.
+    ``require_full``: a training that is right in part gets the exit code of one that could not be judged.
     """
     if not checked.trainings:
         answer, sentence = Answer.NOT_JUDGED, why_nothing_was_recorded(checked)
@@ -79,12 +79,12 @@ def verdict_of(checked: CheckedCommand, *, require_full: bool = False) -> Verdic
 
 
 def next_step_after(answer: Answer, sentence: str, trainings: Sequence[CheckedTraining]) -> str:
-    """Return what to do after an answer that leaves something open, "" where nothing is known or needed."""
+    """Return what to do after an answer that leaves something open; "" if nothing is known or needed."""
     return next_step(sentence, trainings) if answer in (Answer.NOT_JUDGED, Answer.RIGHT_IN_PART) else ""
 
 
 def worst(trainings: Sequence[CheckedTraining]) -> tuple[Answer, str]:
-    """Return the worst answer to one or more trainings, and its reason."""
+    """Return the worst answer for one or more trainings, and its reason."""
     answers = [answer_of(one) for one in trainings]
     answer = max(answers, key=list(Answer).index)
     sentence = sentence_on(trainings[answers.index(answer)])
@@ -92,7 +92,7 @@ def worst(trainings: Sequence[CheckedTraining]) -> tuple[Answer, str]:
 
 
 def answer_of(one: CheckedTraining) -> Answer:
-    """Return whether a training is right: what its optimizers received and made of it must have been judged."""
+    """Return the answer for a training. It is right only if received gradients and parameter updates were judged."""
     coverage = one.coverage
     if any(is_accusation(finding) for finding in one.findings):
         return Answer.WRONG
@@ -106,9 +106,9 @@ def answer_of(one: CheckedTraining) -> Answer:
 
 
 def _unanswered(one: CheckedTraining) -> str:
-    """Return what the user asked for and is not known, and why; "" if all of it is known.
+    """Return which of the user's questions could not be answered, and why; "" if all could.
 
-    A declared objective is asked for, and so is a training that is interrupted and resumed.
+    Users ask by declaring an objective, or by having the training interrupted and resumed.
     """
     asked = (RESUMPTION, OBJECTIVE) if one.training.objective else (RESUMPTION,)
     skipped = (each for each in one.findings if each.check in asked and each.outcome is Outcome.SKIPPED)
@@ -116,22 +116,22 @@ def _unanswered(one: CheckedTraining) -> str:
 
 
 def is_accusation(finding: Finding) -> bool:
-    """Return whether a finding says that the training is wrong; a question without an answer does not."""
+    """Return whether a finding says that the training is wrong. A check that reached no verdict does not."""
     return finding.outcome.is_bad and finding.outcome is not Outcome.ERRORED
 
 
 def accusations(one: CheckedTraining) -> Iterator[Finding]:
-    """Yield what is wrong, the finding that explains the others first."""
+    """Yield the findings that say what is wrong. The one that explains the others comes first."""
     return (finding for finding in one.findings if is_accusation(finding))
 
 
 def mistakes(one: CheckedTraining) -> list[Finding]:
-    """Return what is wrong by itself, the first accusation first."""
+    """Return the mistakes without their consequences. The first accusation comes first."""
     return by_themselves(list(accusations(one)))
 
 
 def notes_on(one: CheckedTraining) -> list[str]:
-    """Return what stands right under the verdict although it decides nothing, each in whole sentences."""
+    """Return the notes that are shown below the verdict but do not affect it, each in whole sentences."""
     return [finding.message for finding in one.findings if isinstance(finding, HeadlineNote)]
 
 
@@ -170,7 +170,7 @@ def _judged_shares(one: CheckedTraining) -> str:
 
 
 def _recomputed(one: CheckedTraining) -> str:
-    """Say which share of gradients was recomputed where that is less than what was judged."""
+    """Say what share of gradients was recomputed, if it is less than the share that was judged."""
     part = one.coverage.replays.part
     if part >= min(ENOUGH, one.coverage.gradients.part):
         return ""
@@ -190,12 +190,12 @@ def _cause(wrong: Finding) -> str:
 
 
 def _noise(finding: Finding) -> str:
-    # Without any difference there is no noise to count in.
+    # Without a difference, there is no multiple of noise to state.
     return "" if not finding.error_x_noise else f" ({compact(finding.error_x_noise)} × rounding noise)"
 
 
 def _among_windows(windows: Sequence[JudgedWindow]) -> str:
-    """Say which of the windows that were judged are wrong."""
+    """Say which of the judged windows are wrong."""
     first = next((one for one in windows if one.is_wrong), None)
     if first is None:
         judged = [one.step for one in windows if one.verdict != Answer.NOT_JUDGED.value]
@@ -206,7 +206,7 @@ def _among_windows(windows: Sequence[JudgedWindow]) -> str:
 
 
 def _exit_code(answer: Answer, checked: CheckedCommand, *, require_full: bool) -> int:
-    """Return the code: a mistake counts more than how the command ended, and that more than its being right."""
+    """Return the exit code. A mistake counts more than an interruption, and an interruption more than being right."""
     if answer is Answer.WRONG:
         return WRONG
     if checked.end.by is EndedBy.USER:

@@ -1,4 +1,4 @@
-"""Judges the windows of a long training while it runs: a line about each, and an early end where one is wrong."""
+"""Judges windows of steps while a long training runs: reports a line about each, and can end a wrong training."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _WORST = list(Answer).index
 
 
 class WindowJudge:
-    """Judges each window of ``folder`` when all its ranks have written it.
+    """Judges each window of steps in ``folder`` once all of its ranks have written it.
 
-    Evidence of a window that is not wrong is removed. ``say`` is given a line about each. ``stop_when_wrong``: end the
-    command at the first one that is wrong.
+    Evidence of a later window is removed unless it is wrong. ``say`` is called with a line about each window.
+    ``stop_when_wrong``: end the command at the first window that is wrong.
     """
 
     def __init__(self, folder: Path, after: int, say: Callable[[str], None], *, stop_when_wrong: bool = False) -> None:
@@ -36,10 +36,10 @@ class WindowJudge:
         self._known: set[Path] = set()
 
     def look(self) -> None:
-        """Judge what is complete by now.
+        """Judge the windows that are complete.
 
         Raises:
-            EndOfCommand: a window is wrong, and that is to end the command.
+            EndOfCommand: a window is wrong, and ``stop_when_wrong`` is set.
         """
         for path in (self._folder, *sorted(self._folder.glob(f"{WINDOW}*"))):
             if path not in self._known and _is_complete(path):
@@ -52,7 +52,7 @@ class WindowJudge:
         worst = max(trainings, key=lambda one: _WORST(answer_of(one)))
         answer, wrong = answer_of(worst), next(accusations(worst), None)
         passed = next((one for one in worst.findings if one.check == "gradients"), None)
-        kept = trainings if wrong is not None else []  # those of all windows would fill the memory
+        kept = trainings if wrong is not None else []  # the trainings of all windows would fill the memory
         window = JudgedWindow(step, kept, answer.value, sentence_on(worst), wrong is not None)
         self.judged.append(window)
         shares = (worst.coverage.gradients.part, worst.coverage.updates.part)
@@ -66,7 +66,7 @@ class WindowJudge:
 def _line(
     step: int, answer: Answer, shares: tuple[float, float], measured: Finding | None, wrong: Finding | None
 ) -> str:
-    """Return what was found, as ``name=value`` pairs: a value with a blank is in quotation marks, as in JSON."""
+    """Return the result as ``name=value`` pairs. A value with a blank or a quotation mark is quoted as in JSON."""
     facts = {
         "step": str(step),
         "verdict": answer.value,

@@ -25,7 +25,7 @@ LAYERS: dict[str, tuple[str | None, list[str]]] = {
     "attention": ("torch.nn.Linear({width}, 3 * {width})", [_CHUNKS, _ATTENTION]),
     "frozen": (_LINEAR + ".requires_grad_(False)", [_APPLY]),
     "unused": (_LINEAR, []),
-    # The bias begins at zero and is trained from the first step on, so it tells whether that step is over.
+    # The bias begins at zero and is trained from the first step on, so it shows whether that step is over.
     "thawed": (
         "torch.nn.LayerNorm({width})",
         [
@@ -43,7 +43,7 @@ LAYERS: dict[str, tuple[str | None, list[str]]] = {
         ],
     ),
 }
-"""What makes a layer's module, if it has one, and what its forward does."""
+"""For each kind of layer: the constructor of its module, if it has one, and the lines of its forward."""
 
 
 class NotExpressedError(Exception):
@@ -60,7 +60,7 @@ class Layer:
 
 
 def layers_of(recipe: Recipe) -> Iterator[Layer]:
-    """Yield the layers of a recipe's model, from inputs to outputs; ``NotExpressedError``: a layer drops units."""
+    """Yield the layers of a recipe's model, from inputs to outputs; raise ``NotExpressedError`` for dropout."""
     yield _first(recipe)
     width = WIDTH
     for number, word in enumerate(recipe.layers, 1):

@@ -1,4 +1,4 @@
-"""A failure as the templates of programs use it: numbers of the problem, and parts of it as plain torch."""
+"""A failure for the templates of programs: the problem's numbers, and its parts as plain torch code."""
 
 from __future__ import annotations
 
@@ -71,17 +71,17 @@ RATE = "lambda n: min((n + 1) / 3, 0.8 ** (n - 2))"
 SCHEDULE = f"torch.optim.lr_scheduler.LambdaLR(optimizer, {RATE})"
 COMPARES_WEIGHTS = ("weights", "resumed")
 OF_WINDOWS = ("short-last-window-dropped", "micro-batches-missing", "batches-of-another-size")
-"""Causes of unused samples that a loader did draw: the weights show them."""
+"""Causes of samples that the loader drew but the trainer did not use: the weights show them."""
 
 SLIGHT = ("slightly-scaled", "scaled-before-clipping")
 """Causes whose effect is hardly larger than rounding in float32."""
 
-ORDERS = 3  # seeds that are tried where samples are shuffled: the wrong order of a few samples may be right by chance
+ORDERS = 3  # seeds to try if samples are shuffled: a wrong order of a few samples can be right by chance
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A recipe on a cell, and what was found there. ``changed`` says, in words after "it", what differs from that."""
+    """A recipe on a cell, and the finding there. ``changed`` says, in words after "it", what was changed since."""
 
     recipe: Recipe
     cell: Cell
@@ -90,7 +90,7 @@ class Problem:
 
     @property
     def kind(self) -> str:
-        """What a program compares: one of the table in docs/searching.md, or the check, for which there is none."""
+        """What a program compares: a kind in the table of docs/searching.md, or a check for which there is none."""
         check, cause = self.finding.check, self.finding.cause
         if check == "launch" and cause in ("raised", "hung"):
             return "raised"
@@ -100,10 +100,10 @@ class Problem:
             return "resumed"
         if check == "validation" and "were not evaluated" in self.finding.message:
             return "val_loss"
-        # Within a window of batches, forwards need not begin alike.
+        # When gradients are accumulated, buffers need not be equal before every forward pass.
         if check == "buffers" and cause == "buffers-not-broadcast" and self.recipe.accumulate == 1:
             return "broadcast"
-        # Where samples are shuffled, no weights can be compared.
+        # If samples are shuffled, weights cannot be compared.
         of_a_loader = self.recipe.accumulate == 1 or cause not in (None, *OF_WINDOWS)
         if check == "samples" and (of_a_loader or self.recipe.shuffle):
             return "samples"
@@ -116,7 +116,7 @@ class Problem:
 
     @property
     def differences(self) -> str:
-        """What the program does not do as the problem that was found, in words after "it"; may be empty."""
+        """What the program does differently from the problem that was found, in words after "it"; can be empty."""
         left_out = []
         if self.recipe.validate_every is not None and self.kind in (*COMPARES_WEIGHTS, "loss", "broadcast"):
             left_out.append("evaluations")
@@ -127,7 +127,7 @@ class Problem:
         return ", ".join(["leaves out " + " and ".join(left_out)] * bool(left_out) + [*self.changed])
 
     def visible(self, precisions: Collection[str]) -> Problem:
-        """Return the problem to be shown, whose weights or samples tell; ``precisions`` are the trainer's."""
+        """Return the problem to show, changed so that its failure is visible; ``precisions`` are the trainer's."""
         recipe, cell, changed = self.recipe, self.cell, []
         if self.kind == "samples" and recipe.inputs != TEXT:
             recipe = replace(recipe, inputs="features", layers=(), loss="classes", returns="logits")
@@ -140,7 +140,7 @@ class Problem:
         return replace(self, recipe=recipe, cell=cell, changed=tuple(changed))
 
     def orders(self) -> Iterator[Problem]:
-        """Yield the problem, and if it is shuffled the same with other orders."""
+        """Yield the problem, and if it is shuffled, the same problem with other seeds."""
         yield self
         for more in range(1, ORDERS if self.recipe.shuffle else 1):
             seed = self.recipe.seed + more
@@ -178,12 +178,12 @@ class Problem:
 
     @property
     def draws(self) -> int:
-        """Samples of an epoch, including those that are drawn twice so that all ranks have as many."""
+        """Samples of an epoch, including those that are drawn twice so that all ranks have the same number."""
         return ceil(self.samples / self.shares) * self.shares
 
     @property
     def rows(self) -> int:
-        """Samples of ``data``: those of an epoch, or held-out ones, whose number is a multiple of nothing."""
+        """Samples of ``data``: those of an epoch, or held-out ones, which leave an incomplete last batch."""
         if self.kind != "val_loss":
             return self.samples
         if self.recipe.loss not in OVER_SAMPLES:
@@ -192,7 +192,7 @@ class Problem:
 
     @property
     def shuffles(self) -> bool:
-        """Whether the program shuffles. The training by hand cannot: the order is the trainer's."""
+        """Whether the program shuffles. Training by hand cannot, because the order is the trainer's own."""
         if self.recipe.shuffle and self.kind == "weights":
             raise NotExpressedError("a program cannot express shuffled samples, whose order is the trainer's own")
         return self.recipe.shuffle and self.kind != "raised"
@@ -269,5 +269,5 @@ class Problem:
 
     @property
     def scaler(self) -> str:
-        """The scaler of the loss in float16, whose scale lets no gradient overflow unless that is to be shown."""
+        """The loss scaler for float16. Its scale prevents overflow of gradients, unless an exception is to be shown."""
         return f'torch.amp.GradScaler("cpu"{"" if self.kind == "raised" else ", init_scale=16.0"})'

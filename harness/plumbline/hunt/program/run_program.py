@@ -21,7 +21,7 @@ from plumbline.hunt.program.layers import NotExpressedError
 from plumbline.hunt.program.problem import Problem
 from plumbline.launch.process_tags import TAG, end_tagged
 
-MOST_LINES = 80  # lines of a program that are not empty
+MOST_LINES = 80  # non-empty lines of a program
 
 
 class NoTemplateError(NotExpressedError):
@@ -72,16 +72,16 @@ def _environment(folder: Path) -> Environment:
 
 TIME_LIMIT_S = 180.0
 RUNS = 4
-"""How often a program is run at most, as long as it fails without saying why."""
+"""Maximum number of runs of a program that fails without saying why."""
 _LINES_OF_AN_ERROR = 6
 _RANK = re.compile(r"^\[rank\d+\]: ?")
-_ERROR = re.compile(r"(Deviates:|[\w.]*(Error|Exception)\b)")  # how the line begins that says why a program ended
+_ERROR = re.compile(r"(Deviates:|[\w.]*(Error|Exception)\b)")  # the start of a line that says why a program ended
 _OTHER = re.compile(rf"Traceback|[WE]\d{{4}} |{_ERROR.pattern}")
-"""How a line after it begins that is another rank's, or torchrun's."""
+"""The start of a later line that is from another rank, or from torchrun."""
 
 
 class Shown(Enum):
-    """What a run of a program says of a failure."""
+    """Whether a run of a program shows the failure."""
 
     YES = "shows the failure"
     NO = "does not show the failure"
@@ -90,7 +90,7 @@ class Shown(Enum):
 
 @dataclass(frozen=True)
 class ProgramRun:
-    """What ended: ``printed`` has each line once, whichever rank printed it; ``exit_code`` is None after the limit."""
+    """A run that ended. ``printed`` has each line once for all ranks; ``exit_code`` is None after the time limit."""
 
     exit_code: int | None
     printed: str
@@ -107,7 +107,7 @@ class ProgramRun:
 
 
 def command_of(program: Path, ranks: int) -> list[str]:
-    """Return the words of the command that runs a program in the present folder."""
+    """Return the words of the command that runs a program in the current folder."""
     torchrun = ["torchrun", "--standalone", "--nproc_per_node", str(ranks)]
     return [*(torchrun if ranks > 1 else ["python"]), str(program)]
 
@@ -117,9 +117,9 @@ def run_program(
 ) -> ProgramRun:
     """Run a program with the interpreter ``python``, in a folder of its own, and leave nothing running.
 
-    torchrun starts it where it has several ``ranks``. ``modules`` is a folder of modules that the interpreter finds
-    first, for what its environment lacks. A program that fails without saying why is run again: torch aborts some
-    processes at their end, on a busy machine one in ten.
+    torchrun starts it if it has several ``ranks``. ``modules`` is a folder that the interpreter searches first, with
+    modules that its environment lacks. A program that fails without saying why is run again, because torch aborts some
+    processes as they end, on a busy machine one in ten.
     """
     for _ in range(RUNS):
         run = _run(program, ranks, python, modules, time_limit)
@@ -131,11 +131,11 @@ def run_program(
 def _run(program: Path, ranks: int, python: str, modules: Path | None, time_limit: float) -> ProgramRun:
     tag = secrets.token_hex(8)
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    # Unbuffered, ranks would write a line in two pieces, and into each other's.
+    # With unbuffered output, ranks would write a line in two pieces, mixed with those of other ranks.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with (
         tempfile.TemporaryDirectory(prefix="plumbline-") as folder,
-        # Files: a full pipe would stop the program, and one that a rank left behind holds would not end.
+        # Files, because a full pipe would block the program, and a pipe that a leftover rank holds would not end.
         tempfile.TemporaryFile("w+", errors="replace") as printed,
         tempfile.TemporaryFile("w+", errors="replace") as errors,
     ):
@@ -167,7 +167,7 @@ def _text(file: IO[str]) -> str:
 
 
 def _error_of(text: str) -> str:
-    # torchrun's own exception is the last one, and says nothing of a rank's.
+    # torchrun's own exception is the last one, and says nothing about a rank's.
     lines = [_RANK.sub("", line) for line in text.partition("torch.distributed.elastic")[0].splitlines()]
     places = [place for place, line in enumerate(lines) if _ERROR.match(line)]
     if not places:

@@ -1,7 +1,7 @@
 """Why a trainer is wrong: hypotheses predict what a mistake would produce, and are tried on the evidence.
 
 The most specific hypothesis that fits is the cause. If none fits, the finding is ``unexplained`` and keeps its figures.
-``plumbline.judge.checks`` decides whether something is wrong. A file of hypotheses registers them, and costs one line
+``plumbline.judge.checks`` decides whether something is wrong. A file of hypotheses registers them, and needs one import
 here.
 
 from plumbline.judge.causes import GradientCase, Hypothesis, register

@@ -37,7 +37,7 @@ def clip_limit_of(clipped: float, whole: float) -> float:
 
 
 def clip_factor(limit: float | None, size: float) -> float:
-    """Return by how much ``clip_grad_norm_`` multiplies gradients if it takes ``size`` for their norm."""
+    """Return the factor by which ``clip_grad_norm_`` multiplies gradients if it computes ``size`` as their norm."""
     return min(1.0, (limit or 0.0) / (size + TO_AVOID_ZERO))
 
 
@@ -52,7 +52,7 @@ def flat(gradient: Tensors, like: Tensors, names: Sequence[str]) -> torch.Tensor
 
 
 def factor_between(right: Tensors, observed: Tensors, default: float = 1.0) -> float:
-    """Return the number by which ``right`` comes nearest to ``observed``; ``default`` where ``right`` is zero."""
+    """Return the factor that brings ``right`` nearest to ``observed``; ``default`` if ``right`` is zero."""
     names = list(right)
     expected, actual = (flat(gradient, right, names) for gradient in (right, observed))
     return float(actual @ expected / (expected @ expected)) if norm(expected) else default
@@ -64,12 +64,12 @@ def common_factor(right: Tensors, observed: Tensors) -> float:
     Tensors observed as zeros are left out, because half of them would make the factor zero.
     """
     factors = [factor_between({n: value}, observed) for n, value in right.items() if norm(value) and norm(observed[n])]
-    # One that a tensor has: where half of the tensors have another one, nothing has the mean of both.
+    # The low median is some tensor's factor. The mean of two middle factors may be no tensor's.
     return statistics.median_low(factors) if factors else 1.0
 
 
 def fit_weights(parts: Sequence[Tensors], target: Tensors, names: Sequence[str]) -> list[float] | None:
-    """Return the weights with which the parts add up to the target most nearly; None where a fit would fit anything."""
+    """Return the weights of the sum of parts that is nearest to the target; None if a fit would not be conclusive."""
     if not names or not parts:
         return None
     columns = torch.stack([flat(part, target, names) for part in parts], dim=1)
@@ -90,7 +90,7 @@ def weighted(parts: Sequence[Tensors], weights: Sequence[float], like: Tensors) 
 
 
 def fit(parts: Sequence[Tensors], target: Tensors, names: Sequence[str]) -> Tensors | None:
-    """Return the weighted sum of the parts that is nearest to the target; None where a fit would fit anything."""
+    """Return the weighted sum of the parts that is nearest to the target; None if a fit would not be conclusive."""
     weights = fit_weights(parts, target, names)
     return None if weights is None else weighted(parts, weights, target)
 

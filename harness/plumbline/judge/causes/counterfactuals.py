@@ -35,7 +35,7 @@ class Counterfactuals:
         self.analysis = analysis
         self._parts: dict[tuple[int, Layout], Parts] = {}
         self.found_on_the_way: dict[bool, tuple[tuple[str, ...], float]] = {}
-        """Through which layers, and with which factor, an earlier step's gradient could be explained."""
+        """The layers and the factor that explained an earlier step's gradient; the key tells if it was lost there."""
 
     def layout(self, index: int) -> Layout:
         """Return which samples each group and device computed at a step."""
@@ -43,7 +43,7 @@ class Counterfactuals:
 
     @contextmanager
     def at(self, index: int) -> Iterator[Oracle]:
-        """Give the oracle with the weights and the buffers that rank 0 had before the step."""
+        """Yield the oracle with the weights and the buffers that rank 0 had before the step."""
         oracle = self.analysis.oracle
         self.analysis.load_step(oracle, self.analysis.steps[index])
         try:
@@ -59,7 +59,7 @@ class Counterfactuals:
         return self._parts[index, layout]
 
     def use_gradients(self, index: int, name: str) -> list[torch.Tensor]:
-        """Return the gradient of a parameter by each layer that uses it alone, in the model's order of layers."""
+        """Return a parameter's gradient through each single layer that uses it, in the model's order of layers."""
         with self.at(index) as oracle:
             return [
                 mean_gradient(oracle.group_gradients(self.layout(index)))[name] for _ in oracle.used_by_one_layer(name)
@@ -75,7 +75,7 @@ class Counterfactuals:
         return self.analysis.epochs.windows
 
     def evaluations(self) -> list[tuple[int, int]]:
-        """Return where the model was evaluated or should have been: (steps, micro-batches) done before it."""
+        """Return where the model was or should have been evaluated: (steps, micro-batches) done before it."""
         due = [where[0] for where in evaluations_due(self.analysis)]
         made = [(one.step, one.micro_batches) for trace in self.analysis.trace.ranks for one in trace.evaluations]
         return [*due, *made]
@@ -126,13 +126,13 @@ class Counterfactuals:
             return None
         wanted = flat(observed, observed, names)
         near = kept @ (kept.T @ wanted)
-        # Small directions are known only to some digits; other numbers than a loss's gradient are far away.
+        # Directions with small singular values are imprecise. A gradient of no loss is much further away.
         near = wanted if norm(near - wanted) <= 1e-6 * norm(wanted) else near
         pieces = near.split([observed[name].numel() for name in names])
         return {name: piece.view_as(observed[name]) for name, piece in zip(names, pieces, strict=True)}
 
     def with_column(self, index: int, name: str, column: torch.Tensor) -> Tensors:
-        """Return the step's gradient where a column of the data has other values."""
+        """Return the step's gradient if a column of the data has these values."""
         with self.at(index) as oracle:
             data = oracle.data
             oracle.data = Columns({**data.columns, name: column})
@@ -142,14 +142,14 @@ class Counterfactuals:
                 oracle.data = data
 
     def with_weights_scaled(self, index: int, names: Collection[str], factor: float) -> Tensors:
-        """Return the step's gradient at weights of which some are multiplied."""
+        """Return the step's gradient at weights of which the named ones are multiplied by ``factor``."""
         with self.at(index) as oracle:
             before = self.analysis.steps[index].ranks[0].before
             oracle.load({name: value * factor if name in names else value for name, value in before.items()})
             return mean_gradient(oracle.group_gradients(self.layout(index)))
 
     def with_gradient_scaled(self, index: int, layers: Collection[str], factor: float) -> Tensors:
-        """Return the step's gradient where what comes back to the outputs of some layers is multiplied."""
+        """Return the step's gradient if the backward multiplies the gradient at some layers' outputs by ``factor``."""
 
         def scale(layer: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
             return output.detach() + factor * (output - output.detach())
@@ -163,7 +163,7 @@ class Counterfactuals:
                     handle.remove()
 
     def with_positions(self, index: int, renumber: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[Tensors]:
-        """Yield the step's gradient if position embeddings number the positions 0, 1, ... otherwise.
+        """Yield the step's gradient if position embeddings number the positions 0, 1, ... in another way.
 
         Yields nothing if the model has no such embedding.
         """
@@ -179,7 +179,7 @@ class Counterfactuals:
         if not each:
             return True
         fitted = fit(each, right, list(right))
-        # Both sides are float64: what is not one part in a million away is the same.
+        # Both sides are float64: smaller differences than one part in a million are rounding.
         return fitted is not None and total_distance(fitted, right) > 1e-6 * length(right)
 
     def held_out(self, oracle: Oracle) -> Columns:
@@ -210,7 +210,7 @@ class Counterfactuals:
 
 @contextmanager
 def _renumbered(model: nn.Module, otherwise: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[list[nn.Module]]:
-    """Renumber embeddings of the positions 0, 1, ...; yield those found."""
+    """Give other numbers to the embeddings that get the positions 0, 1, ...; yield the embeddings found."""
     found: list[nn.Module] = []
 
     def renumber(layer: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor] | None:

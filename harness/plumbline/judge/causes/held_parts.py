@@ -23,18 +23,18 @@ def on_stages(case: OracleGradientCase) -> dict[int, Tensors]:
 
 @dataclass(frozen=True, eq=False)
 class HeldParts:
-    """The ranks that hold a model together with the one of a case, and what each of them holds."""
+    """The ranks that hold a model together with a case's rank, and the parts that each of them holds."""
 
     case: OracleGradientCase
 
     @cached_property
     def members(self) -> dict[int, Step]:
-        """What each rank that sees the samples of the case recorded, by rank."""
+        """The recorded step of each rank that sees the samples of the case, by rank."""
         return self.case.counterfactuals.analysis.recorded_together(self.case.index, self.case.rank)
 
     @cached_property
     def first(self) -> int:
-        """The first of them, which is the one judged."""
+        """The first member, which is the one judged."""
         return next(iter(self.members))
 
     @cached_property
@@ -45,7 +45,7 @@ class HeldParts:
 
     @cached_property
     def blocks(self) -> dict[int, dict[str, Block]]:
-        """Each sibling's blocks by the parameter's name, where it does not hold the whole tensor."""
+        """Each sibling's blocks, by parameter name, of the tensors that it does not hold whole."""
         recorded = self.case.counterfactuals.analysis.recorded.ranks
         return {rank: recorded[rank].blocks for rank in self.siblings}
 
@@ -68,7 +68,7 @@ class HeldParts:
         return any(self.blocks.values())
 
     def on(self, rank: int, gradient: Tensors) -> Tensors:
-        """Return what a sibling holds of a gradient; whole tensors are the first rank's."""
+        """Return a sibling's parts of a gradient; whole tensors count as the first rank's."""
         indices = {name: self.blocks_of(name) for name in gradient}
         own = {name: block_of(gradient[name], index[rank]) for name, index in indices.items() if rank in index}
         whole = {name: gradient[name] for name, index in indices.items() if not index}
@@ -131,7 +131,7 @@ def mean_over(case: OracleGradientCase, ranks: tuple[int, ...]) -> Tensors:
 
 
 def own_experts(case: OracleGradientCase) -> dict[str, int]:
-    """Return the rank of each parameter that only some of the ranks that hold a model together have."""
+    """Return the first holder of each parameter that only some of the ranks that share one model hold."""
     cell = case.counterfactuals.cell
     (group,) = [ranks for ranks in cell.contract.holders(cell.topology) if HeldParts(case).first in ranks]
     recorded = case.counterfactuals.analysis.recorded_steps[case.index].ranks

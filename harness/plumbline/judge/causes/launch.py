@@ -1,4 +1,4 @@
-"""Why a launch broke: what ranks printed when they ended, and how many steps each of them had made."""
+"""Why a launch broke, judged by what ranks printed when they ended, and by how many steps each had taken."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ register(
     LaunchHypothesis("some-ranks-never-stepped", "launch", _idle_ranks,
         "rank {idle} ended without an optimizer step, while others waited",
         "check that every rank takes part in the training", 170),
-    # What torch raises where a mistake stops training: reducer.cpp and grad_scaler.py of github.com/pytorch/pytorch.
+    # Errors that torch raises when a mistake stops training: reducer.cpp, grad_scaler.py in github.com/pytorch/pytorch.
     LaunchHypothesis("reduction-never-finished", "unused-params",
         holds(lambda case: case.printed("Expected to have finished reduction in the prior iteration")),
         "a parameter did not contribute to the loss, so DDP's reduction did not finish",

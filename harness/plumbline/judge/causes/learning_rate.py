@@ -77,12 +77,12 @@ class ScheduleCase(LearningRateCase):
 
     @property
     def trace(self) -> Trace:
-        """The trace whose rates are wrong, also if ranks hold one model together."""
+        """The trace of every rank whose rates are judged, also if several ranks hold one model together."""
         return self.analysis.recorded
 
     @cached_property
     def steps(self) -> Mapping[int, Sequence[StepRecord]]:
-        """The steps of each rank, also of one that has nothing to step."""
+        """The steps of each rank, including ranks without parameters."""
         return {trace.rank: trace.step_records for trace in self.trace.ranks}
 
     def of_rank(self, rank: int) -> list[Rates]:

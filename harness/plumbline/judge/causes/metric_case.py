@@ -1,4 +1,4 @@
-"""The wrong values of one metric: what a hypothesis about it predicts from, and how hypotheses are tried."""
+"""The wrong values of one metric, from which hypotheses predict and on which they are tried."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class MetricCase:
 
     @cached_property
     def windows(self) -> list[BatchShares]:
-        """The shares of batches that the mean may be taken over: one entry per way to choose them."""
+        """The batch shares over which the mean may be taken: one entry per way to choose them."""
         return self.losses.windows(self.report, RIGHT[self.report.name])
 
     @cached_property

@@ -22,7 +22,7 @@ from plumbline.judge.expected_metrics import HELD_OUT, RIGHT, TRAINING, BatchSha
 from plumbline.judge.hypothesis import register
 
 DIGITS = range(1, 7)
-"""Numbers of decimals to which people round what they log."""
+"""Numbers of decimals to which logged values are commonly rounded."""
 
 
 def _of_batches(shares: BatchShares) -> Values:
@@ -216,7 +216,7 @@ def _rounded(case: MetricCase) -> Values:
                 yield float(torch.tensor(value, dtype=torch.float64).to(dtype))
 
 
-# Later ones may predict by accident what an earlier one is for, so they have the smaller specificity.
+# A later hypothesis can match by accident what an earlier one explains, so it has a smaller specificity.
 register(
     MetricCase,
     MetricHypothesis("repeats-counted", "metrics", _repeats_counted,

@@ -28,7 +28,7 @@ Errors = dict[str, float]
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """A way to lose state: the errors that would then remain on a rank, and what the texts are filled with."""
+    """A way to lose state: the errors that would then remain on a rank, and the figures for the texts."""
 
     errors: Callable[[int], Errors]
     figures: Mapping[str, object]
@@ -174,7 +174,7 @@ LOSSES = (
         "the state is from {ago} earlier",
         "save it together with the weights", 130),
 )  # fmt: skip
-"""What becomes of the state, on every rank and for every parameter that is wrong."""
+"""What can happen to the state, in the same way for every wrong parameter on every rank."""
 
 
 def _on_some_ranks(case: OptimizerStateCase) -> Iterator[Match]:

@@ -1,4 +1,4 @@
-"""One rank's gradient at one step, where an oracle knows the right one: what a hypothesis may predict from."""
+"""The case from which hypotheses predict: one rank's gradient at one step, for which an oracle knows the right one."""
 
 from __future__ import annotations
 
@@ -47,9 +47,10 @@ class Pattern:
 class OracleGradientCase(GradientCase):
     """One rank at one step.
 
-    ``index`` is the step's number, ``step`` the rank's record and ``ranks`` those of all ranks. ``expected`` is what is
-    right at this step, and ``earlier_expected`` at the steps before, latest first. ``trained`` names the parameters
-    that are not frozen. ``previous`` is this rank's gradient of the previous step, None at the first step.
+    ``index`` is the step's number, ``step`` the rank's record and ``ranks`` the records of all ranks. ``expected`` has
+    the right gradients of this step, and ``earlier_expected`` those of the steps before, latest first. ``trained``
+    names the parameters that are not frozen. ``previous`` is this rank's gradient of the previous step, None at the
+    first step.
     """
 
     index: int
@@ -86,7 +87,7 @@ class OracleGradientCase(GradientCase):
 
     @property
     def clip_norm(self) -> float | None:
-        """The norm to which the workload clips, None where it does not clip."""
+        """The norm to which the workload clips; None if it does not clip."""
         return self.counterfactuals.workload.clip_norm
 
     @property
@@ -159,7 +160,7 @@ class OracleGradientCase(GradientCase):
 
     @property
     def recorded(self) -> dict[int, Step]:
-        """What each of the ranks that hold this model together recorded."""
+        """The recorded step, by rank, of each of the ranks that hold this model together."""
         return self.counterfactuals.analysis.recorded_together(self.index, self.rank)
 
     @property
@@ -178,7 +179,7 @@ class OracleGradientCase(GradientCase):
 
     @property
     def is_right(self) -> bool:
-        """Whether it is the contract's gradient, or one device's, within the limit; bit for bit where that is due."""
+        """Whether the gradient is the contract's or one device's, within the limit, or bit for bit if required."""
         allowed = self.counterfactuals.analysis.allowed(self.limit)
         return any(self.error(right) <= allowed for right in self.rights)
 
@@ -224,7 +225,7 @@ class OracleGradientCase(GradientCase):
 
     @cached_property
     def common_factor(self) -> float:
-        """The factor of most tensors where clipping may have scaled all of them; 1 where the workload does not clip."""
+        """The factor of most tensors, because clipping may have scaled all of them; 1 if the workload does not clip."""
         return 1.0 if self.clip_norm is None else common_factor(self.expected.raw, self.observed)
 
     def with_nearer(self, other: Tensors) -> Iterator[Tensors]:
@@ -247,13 +248,13 @@ class OracleGradientCase(GradientCase):
     def if_wrong(self, predicted: Tensors) -> Iterator[Tensors]:
         """Yield a prediction unless it is right: a mistake without effect would fit every right step."""
         right = self.expected.contract
-        # Both are float64: what is not one part in 10⁹ away is the same.
+        # Both are float64: a difference below one part in 10⁹ is rounding.
         if any(distance(predicted.get(name, 0 * value), value) > 1e-9 * norm(value) for name, value in right.items()):
             yield predicted
 
     @cached_property
     def is_predictable(self) -> bool:
-        """Whether all ranks hold the same finite weights: else there is no common gradient."""
+        """Whether all ranks hold the same finite weights; otherwise they have no common gradient."""
         weights = self.ranks[0].before
         return (
             all(same(step.before, weights) for step in self.ranks[1:])
@@ -269,7 +270,7 @@ class OracleGradientCase(GradientCase):
         return all(bool(value.isfinite().all()) for value in self.observed.values())
 
     def own_parts(self, rank: int) -> Parts:
-        """Return one rank's own part of each micro-batch; empty where it had none."""
+        """Return one rank's own part of each micro-batch in which it has one."""
         return [[groups[rank]] for groups in self.expected.parts if rank < len(groups)]
 
     @cached_property
@@ -306,7 +307,7 @@ class OracleGradientCase(GradientCase):
 
     @property
     def _norm_rank(self) -> str:
-        """The rank whose norm is nearest to the one that the gradient seems to have been clipped by."""
+        """The rank whose norm is nearest to the norm by which the gradient seems to have been clipped."""
         raw, limit = self.expected.raw, self.clip_norm
         if not self.in_stages or not limit:
             return ""

@@ -31,7 +31,7 @@ def rank_shares(step: GlobalStep, analysis: TraceAnalysis) -> RankShares | None:
         if weights is None:
             return None
         summed = weighted(own, weights, expected.contract)
-        # Units are those of a mean: a sum of larger weights is rounded accordingly.
+        # Units are those of a mean: a sum with larger weights has larger roundings.
         growth = max(1.0, world * max(map(abs, weights)))
         noise = {name: growth * analysis.noise.at(name, unit) for name, unit in expected.units.items()}
         if any(not distance(gradients[name], summed[name]) <= analysis.limit * noise[name] for name in names):

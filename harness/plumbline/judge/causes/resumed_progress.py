@@ -15,7 +15,7 @@ from plumbline.judge.interrupted_training import Draws, Interruption
 
 
 class ProgressCase(InterruptedCase):
-    """A resumed training whose steps are not those that were left."""
+    """A resumed training whose steps are not the remaining ones."""
 
     @property
     def resumed(self) -> tuple[Draws, ...]:
@@ -27,14 +27,14 @@ class ProgressCase(InterruptedCase):
 
     @cached_property
     def begin(self) -> int | None:
-        """The first step of the uninterrupted training that has the samples of the first resumed one."""
+        """The first step of the uninterrupted training that has the samples of the first resumed step."""
         return next((step for step, draws in enumerate(self.whole) if self.resumed[:1] == (draws,)), None)
 
     @property
     def follows(self) -> bool:
         """Whether the resumed steps are consecutive steps of the uninterrupted training.
 
-        With few and small batches, an order drawn anew may also contain one of its steps.
+        With few and small batches, a new order can also contain one of these steps by chance.
         """
         begin = len(self.whole) if self.begin is None else self.begin
         return self.resumed == self.whole[begin : begin + len(self.resumed)]
@@ -102,14 +102,14 @@ def _begins_at(step_of: Callable[[ProgressCase], set[int]]) -> Callable[[Progres
 
 
 def _position_of_each_rank(case: ProgressCase) -> set[int]:
-    """The step in the epoch if one rank's samples were counted and another number of ranks skips as many."""
+    """The resumed step if one rank's batches were counted, and a different number of ranks skips as many."""
     one = case.interruption
     then, now = one.saved.world, one.whole.world
     return {one.epoch_begin + (one.place - one.epoch_begin) * now // then} if then != now else set()
 
 
 def _position_in_other_units(case: ProgressCase) -> set[int]:
-    """The step in the epoch if steps are taken for batches, or batches for steps."""
+    """The resumed step if steps are mistaken for batches, or batches for steps."""
     one, window = case.interruption, case.interruption.workload.accumulate
     position = one.place - one.epoch_begin
     return {one.epoch_begin + position // window, one.epoch_begin + position * window} if window > 1 else set()
@@ -123,7 +123,7 @@ def _elsewhere(case: ProgressCase) -> Iterator[Match]:
 def _between_steps(case: ProgressCase) -> Iterator[Match]:
     """Match if the first resumed steps mix the samples of two consecutive steps.
 
-    With an order drawn anew, a single step may do so by chance, and any step may if two steps are most of an epoch.
+    In a new order, a single step can do so by chance, and any step can if two steps make up most of an epoch.
     """
     most = sum(map(len, case.whole[: case.interruption.epoch_length])) / 2
     pairs = [(set(left), set(right)) for left, right in pairwise(case.whole) if len(left) + len(right) <= most]
@@ -195,7 +195,7 @@ register(
 
 def _from_the_start(case: ResumedRatesCase) -> Iterator[list[int]]:
     yield list(case.places)
-    yield [case.taken, *case.places[1:]]  # the optimizer has kept its rate until the schedule sets it
+    yield [case.taken, *case.places[1:]]  # the optimizer keeps its rate until the schedule sets it
 
 
 def _a_step_behind(case: ResumedRatesCase) -> Iterator[list[int]]:

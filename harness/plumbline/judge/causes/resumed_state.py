@@ -18,14 +18,14 @@ from plumbline.judge.trace_analysis import same
 
 @dataclass(frozen=True, eq=False)
 class InterruptedCase(CountedCase):
-    """An interrupted training beside the uninterrupted one, at the rank of the finding."""
+    """An interrupted training and the uninterrupted one, at the rank of the finding."""
 
     interruption: Interruption
     rank: int
 
 
 class StopCase(InterruptedCase):
-    """A launch that stopped at another step than it had to."""
+    """A launch that stopped at the wrong step."""
 
     @property
     def count(self) -> int:
@@ -41,14 +41,14 @@ class StopCase(InterruptedCase):
 
 
 class OrderCase(InterruptedCase):
-    """Launches that had another order of samples from the beginning."""
+    """Launches whose order of samples differs from the uninterrupted training's from the beginning."""
 
 
 @dataclass(frozen=True, eq=False)
 class StateCase(InterruptedCase):
     """Tensors before the first resumed step (``found``) that differ from those that the first rank left (``left``).
 
-    ``start`` are the initial ones.
+    ``start`` has the initial values.
     """
 
     found: Tensors
@@ -61,7 +61,7 @@ class StateCase(InterruptedCase):
 
 
 class ResumedWeightsCase(StateCase):
-    """Weights that are not those that were left."""
+    """Weights that differ from the saved ones."""
 
     @classmethod
     def of(cls, interruption: Interruption, rank: int) -> ResumedWeightsCase:
@@ -70,7 +70,7 @@ class ResumedWeightsCase(StateCase):
 
 
 class ResumedBuffersCase(StateCase):
-    """Buffers that are not those that were left."""
+    """Buffers that differ from the saved ones."""
 
     @classmethod
     def of(cls, interruption: Interruption, rank: int) -> ResumedBuffersCase:
@@ -81,7 +81,7 @@ class ResumedBuffersCase(StateCase):
 
 @dataclass(frozen=True, eq=False)
 class ScaleCase(InterruptedCase):
-    """A loss scale that is not that of the uninterrupted training, at a resumed step."""
+    """A loss scale that differs from the uninterrupted training's at a resumed step."""
 
     step: int
 

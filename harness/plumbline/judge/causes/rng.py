@@ -1,4 +1,4 @@
-"""Why random numbers are not random: hypotheses about generators that are seeded alike, or set back."""
+"""Why random numbers are not independent: hypotheses about generators that are seeded alike, or reset."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from plumbline.judge.hypothesis import CountedCase, Hypothesis, Match, TraceCase
 from plumbline.judge.oracle.dropout_masks import MaskPosition
 
 Pair = tuple[MaskPosition, MaskPosition]
-"""Two masks that are alike, in the order in which the first of their ranks drew them."""
+"""Two masks that are alike, ordered by rank, and on one rank in the order in which it drew them."""
 
 
 class NothingDrawnCase(TraceCase):
@@ -23,14 +23,14 @@ class RedrawnCase(TraceCase):
 
 @dataclass(frozen=True, eq=False)
 class KeptShareCase(CountedCase):
-    """Masks in which another share of units is kept than one half."""
+    """Masks that keep a share of units other than one half."""
 
     share: float
 
 
 @dataclass(frozen=True, eq=False)
 class StreamCase(CountedCase):
-    """Two streams of random numbers, each of a (rank, device), that are the same with a lag."""
+    """Two streams of random numbers, each of one (rank, device), that are equal up to a lag."""
 
     left: tuple[int, int]
     right: tuple[int, int]
@@ -38,7 +38,7 @@ class StreamCase(CountedCase):
 
 @dataclass(frozen=True, eq=False)
 class AlikeMasksCase(TraceCase):
-    """A trace in which masks are alike: all pairs of them."""
+    """A trace in which masks are alike; ``pairs`` has all pairs of such masks."""
 
     pairs: Sequence[Pair]
 
@@ -98,7 +98,7 @@ def _all_ranks(from_the_start: bool) -> MaskPrediction:
 
 
 def _some_ranks(number: Callable[[int, int], int] | None = None) -> MaskPrediction:
-    """Return the prediction that ranks with the same number draw the same masks, or any ranks.
+    """Return the prediction that ranks with an equal ``number`` draw the same masks; without it, that any ranks do.
 
     ``number`` takes a rank and the number of ranks on a node.
     """

@@ -1,4 +1,4 @@
-"""Why ranks used other samples than they should: hypotheses about what each rank drew, in its own order."""
+"""Why ranks used the wrong samples: hypotheses about the samples that each rank drew, in its own order."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SampleCase(TraceCase):
         return len(self.analysis.oracle.data)
 
     def by_epoch(self, draws: Draws) -> list[Draws]:
-        """Cut a rank's steps into epochs: of equal length if possible, else of the workload's."""
+        """Cut a rank's steps into epochs: of equal length if possible, else of the workload's length."""
         workload = self.analysis.workload
         length, rest = divmod(len(draws), workload.epochs)
         if rest or not length:
@@ -64,7 +64,7 @@ SampleHypothesis = Hypothesis[SampleCase, Match]
 
 
 def sample_case(analysis: TraceAnalysis) -> SampleCase:
-    """Return the case to explain, by how the subject declares to draw samples."""
+    """Return the case to explain; it depends on how the subject declares to draw samples."""
     return IterationSampleCase(analysis) if analysis.behavior.by_iterations else EpochSampleCase(analysis)
 
 
@@ -107,7 +107,7 @@ def _micro_batches_missing(case: SampleCase) -> Iterator[Match]:
 
 
 def _nodes_alike(same_number: Callable[[int, int], int]) -> Callable[[SampleCase], Iterator[Match]]:
-    """Return the prediction that ranks draw by another number than their rank.
+    """Return the prediction that ranks choose their samples by a number other than their rank.
 
     ``same_number`` takes a rank and the number of ranks on a node. Ranks draw the same samples if, and only if, their
     numbers are equal.

@@ -21,9 +21,9 @@ from plumbline.judge.trace_analysis import TraceAnalysis, same
 from plumbline.judge.update_replay import weights_after
 
 _NEAR = 0.01
-"""A weight moved k times by its update if it is this near to that, as a part of one update.
+"""A weight counts as moved by k updates if it is this near to that, as a part of one update.
 
-Chosen: it decides what is called shared memory, of weights that are known to be wrong.
+This is a chosen number: it decides which weights, of those known to be wrong, are explained by shared memory.
 """
 
 
@@ -43,7 +43,7 @@ class _Move:
 
 @dataclass(frozen=True, eq=False)
 class _Count:
-    """By how many updates each weight moved, NaN where that cannot be told; ``late``: by those of the step before."""
+    """The number of updates by which each weight moved, NaN if unknown; ``late`` counts updates of the step before."""
 
     times: Tensor
     late: Tensor
@@ -107,7 +107,7 @@ def _same_gradients(analysis: TraceAnalysis) -> bool:
 
 
 def _is_by_others(count: _Count, world: int) -> bool:
-    """Return whether some weight moved by another rank's update: at another time, or apart from the other weights.
+    """Return whether some weight moved by another rank's update: between steps, late, or by only some ranks' updates.
 
     If all weights move by ``world`` updates at once, their own rank may have stepped that often.
     """
@@ -143,7 +143,7 @@ def _moves(trace: RankTrace, analysis: TraceAnalysis) -> Iterator[_Move]:
         if not step.skipped:
             weights = weights_after(oracle, optimizer, step.before, step.gradients, step.learning_rates)
             update = {name: value - step.before[name].double() for name, value in weights.items()}
-        # Where a step computes its own gradients, as closures do, it begins before the others' last steps have ended.
+        # A step that computes its own gradients, as with a closure, begins before other ranks' previous steps end.
         yield _Move(step.before, step.after, update, earlier, between_steps=False)
         later = trace.final if following is None else following.before
         yield _Move(step.after, later or step.after, update, none, between_steps=True)

@@ -14,7 +14,7 @@ from plumbline.judge.oracle.noise import norm
 
 @dataclass(frozen=True)
 class HeldParameters:
-    """Who holds the parameters of one model.
+    """Which ranks hold the parameters of one model.
 
     ``holders`` has the ranks that hold each parameter, in order.
     """
@@ -29,7 +29,7 @@ class HeldParameters:
         return {name for name, ranks in self.holders.items() if rank in ranks}
 
     def first_on(self, rank: int) -> set[str]:
-        """Return the parameters whose first holder is this rank: what the judge reads of its record."""
+        """Return the parameters whose first holder is this rank: the judge reads these from its record."""
         return {name for name, ranks in self.holders.items() if ranks[0] == rank}
 
     def only_on(self, rank: int) -> set[str]:

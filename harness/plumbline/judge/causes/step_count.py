@@ -12,7 +12,7 @@ StepHypothesis = Hypothesis[TraceCase, Match]
 
 
 class StepCountCase(TraceCase):
-    """A trace with another number of optimizer steps than the workload's."""
+    """A trace with a different number of optimizer steps than the workload's."""
 
 
 class VacuousCase(TraceCase):
@@ -70,7 +70,7 @@ def _stepped_by_several_optimizers(case: TraceCase) -> Iterator[Match]:
 
 
 def _once_a_rank(case: TraceCase) -> Iterator[Match]:
-    """Match as many steps per batch as there are ranks; with two ranks that could also be twice."""
+    """Match if each batch has one step per rank, except with two ranks, which could also each have stepped twice."""
     times, first = _steps_per_batch(case)
     if first is not None and times == case.analysis.world > 2:
         yield Match(first.index, figures={"times": round(times)})
@@ -88,7 +88,7 @@ def _stepped_without_a_batch(case: TraceCase) -> Iterator[Match]:
 def _windows(case: TraceCase) -> tuple[list[int], list[int]] | None:
     """Return how many micro-batches each step of the first rank had, and how many it should have had.
 
-    None if these are equal, or if micro-batches are not batches of the loader but those of a device, or parts.
+    None if these are equal, or if a micro-batch is not a whole batch of the loader but one device's share, or a part.
     """
     analysis = case.analysis
     if analysis.workload.max_steps is not None:
@@ -115,7 +115,7 @@ def _one_batch_a_micro_batch(analysis: TraceAnalysis) -> bool:
 def _windows_where(
     condition: Callable[[TraceAnalysis, list[int], list[int]], bool],
 ) -> Callable[[TraceCase], Iterator[Match]]:
-    """Return a match if a condition holds for the micro-batches that the steps had, and those that they should have."""
+    """Return the prediction that ``condition`` holds for the micro-batches that steps had and should have had."""
 
     def predict(case: TraceCase) -> Iterator[Match]:
         windows = _windows(case)
@@ -142,7 +142,7 @@ def _window_over_the_end(analysis: TraceAnalysis, taken: list[int], due: list[in
 
 
 def _other_windows(analysis: TraceAnalysis, taken: list[int], due: list[int]) -> bool:
-    # In the shorter epochs windows are right, and a batch of each epoch is missing.
+    # Not if epochs are one batch shorter: then windows are right, and a batch of each epoch is missing.
     shorter = replace(analysis.epochs, batches=analysis.epochs.batches - 1)
     return shorter.accumulate > 1 and taken != list(shorter.lengths)
 
@@ -204,7 +204,7 @@ BATCHES_PER_STEP = (
         "steps used {taken} batches, although the workload does not accumulate",
         "check whether the trainer accumulates by default", 200),
 )  # fmt: skip
-"""How batches and steps follow each other; also why other checks find nothing, or the wrong samples."""
+"""Hypotheses about how steps follow batches. They also explain why other checks find nothing, or wrong samples."""
 register(VacuousCase, *BATCHES_PER_STEP)
 
 

@@ -1,4 +1,4 @@
-"""Products and convolutions in TF32, in which CUDA devices may compute those of float32.
+"""Matrix products and convolutions in TF32, which CUDA devices can use for float32 tensors.
 
 https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices
 """
@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _CUT = 23 - 10
-"""The bits that float32 has and TF32 has not."""
+"""The number of mantissa bits that float32 has in addition to TF32's."""
 
 
 def truncated(values: Tensor) -> Tensor:
-    """Return ``values`` as the tensor cores read them: what is beyond TF32's bits is cut off."""
+    """Return ``values`` as the tensor cores read them: the bits beyond TF32's are cut off."""
     return _without_last_bits(values.float().view(torch.int32), values)
 
 
@@ -31,7 +31,7 @@ def _without_last_bits(bits: Tensor, values: Tensor) -> Tensor:
 
 
 class ProductsInTf32(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Round what products and convolutions multiply, forward and backward; their sums stay as they are."""
+    """Rounds the factors of matrix products and convolutions, forward and backward; sums are not rounded."""
 
     def __init__(self, rounded: Callable[[Tensor], Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

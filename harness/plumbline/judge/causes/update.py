@@ -1,4 +1,4 @@
-"""Why an update is wrong although the optimizer's gradient is known: hypotheses about the first step that is wrong."""
+"""Why an update does not follow from the optimizer's gradient: hypotheses about the first wrong step."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from plumbline.judge.trace_analysis import TraceAnalysis
 from plumbline.judge.update_replay import weights_after
 
 KNOWN_TO = 1e-3
-"""How well an update is known that rounded weights show, as a part of its length.
+"""The precision to which rounded weights determine an update, as a part of the update's length.
 
-Chosen: it decides what an update is called that is known to be wrong, never whether it is.
+This is a chosen number: it decides how a wrong update is named, never whether it is wrong.
 """
 
 
@@ -50,7 +50,7 @@ class UpdateCase(CountedCase):
     @property
     @abstractmethod
     def lower_precision(self) -> tuple[str, str] | None:
-        """The format whose numbers all weights are, and the more precise one of the training; None if there is none."""
+        """A lower-precision format that holds all weights exactly, and the training's format; None if there is none."""
 
     @property
     @abstractmethod
@@ -69,7 +69,7 @@ class UpdateCase(CountedCase):
 
 @dataclass(frozen=True, eq=False)
 class SubjectUpdateCase(TraceCase, UpdateCase):
-    """One step of one rank, with the weights that the workload's optimizer makes of the rank's own gradients."""
+    """One step of one rank, and the weights that the workload's optimizer computes from the rank's own gradients."""
 
     index: int
     rank: int

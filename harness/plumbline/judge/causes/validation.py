@@ -1,4 +1,4 @@
-"""Why an evaluation is not the one that was due: hypotheses about when it happened, and which samples were used."""
+"""Why evaluations are not as required: hypotheses about when they happened, and which samples they used."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from plumbline.judge.oracle.epochs import Position
 from plumbline.judge.positions import evaluations_due, position_of
 
 Positions = list[tuple[Position, ...]]
-"""Where evaluations happen: for each of them all positions that mean the same, such as before and after a step."""
+"""Where evaluations happen: for each evaluation all equivalent positions, such as before and after a step."""
 
 
 class EvaluationCase(TraceCase):
-    """A trace whose evaluations are not those that were due."""
+    """A trace whose evaluations are not as required."""
 
     @cached_property
     def evaluations(self) -> list[Evaluation]:

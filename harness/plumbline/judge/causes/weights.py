@@ -1,4 +1,4 @@
-"""Why weights are not what they should be, apart from the optimizer's own steps: before, between and after them."""
+"""Why weights are wrong for reasons other than the optimizer's own steps: before, between and after the steps."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class InitialWeightsCase(TraceCase, UnequalStartCase):
 
 FirstDifference = Literal["weights before the first step", "weights before a step", "learning rates", "gradients",
                           "update"]  # fmt: skip
-"""What may be the first thing that differs between ranks."""
+"""What can be the first difference between ranks."""
 
 
 class PartedRanksCase(CountedCase):
@@ -76,7 +76,7 @@ def _moved_by_earlier_ranks(case: TraceCase) -> Iterator[Match]:
 
 
 def _updates_between(left: Tensors, found: Tensors, step: Step, analysis: TraceAnalysis) -> int:
-    """Return how many of the step's updates lie between two sets of weights; 0 if not a whole number of ranks'."""
+    """Return how many of a step's updates lie between two sets of weights; 0 if not a whole number < world."""
     names = [name for name in left if name in found and name in step.before]
     if not names:
         return 0
@@ -265,7 +265,7 @@ def _weights_averaged(case: TraceCase) -> Iterator[Match]:
 
 
 def _is_mean(value: Tensors, ranks: Sequence[Tensors]) -> bool:
-    """Return whether diverged ranks meet in their mean, a thousand times nearer to it than before."""
+    """Return whether ``value`` is the mean of diverged ranks, a thousand times nearer to it than a rank was."""
     for name, met in value.items():
         mean = torch.stack([rank[name].double() for rank in ranks]).mean(0)
         if distance(met, mean) > 1e-3 * max(distance(rank[name], mean) for rank in ranks):
@@ -274,7 +274,7 @@ def _is_mean(value: Tensors, ranks: Sequence[Tensors]) -> bool:
 
 
 def _masters_rounded(case: TraceCase) -> Iterator[Match]:
-    """Match if master weights are replaced, after a step, by what they are in the dtype of the model's weights."""
+    """Match if master weights are replaced, after a step, by their values rounded to the dtype of the model."""
     arithmetic = case.analysis.cell.arithmetic
     first = next(_changes(case), None)
     if arithmetic.masters is not None and first is not None:

@@ -1,8 +1,8 @@
 """The checks, by the kind of evidence that they judge. A check is one function in one file, and one entry here.
 
-It takes the evidence and returns a Finding, several of them, or None where it does not apply (ranks cannot disagree
-where there is one). It raises Vacuous where it could not have failed. The checks of a subject judge a TraceAnalysis;
-``plumbline.check.judge`` adds those of a script. One that takes any Recording judges both.
+It takes the evidence and returns one Finding, several, or None if it does not apply (a single rank cannot disagree with
+another). It raises Vacuous if it could not have failed. The checks of a subject judge a TraceAnalysis;
+``plumbline.check.judge`` adds the checks of a script. A check that takes any Recording judges both.
 
 from plumbline.judge.checks import CHECKS, Recording
 CHECKS[Recording]["my-check"] = my_check
@@ -57,7 +57,7 @@ CHECKS[TraceAnalysis] = {
 
 
 def checks_of(kind: type) -> dict[str, Check]:
-    """Return the checks of a kind of evidence, then those of what it is a special case of."""
+    """Return the checks of a kind of evidence, then those of its base classes."""
     return {name: check for each in kind.__mro__ for name, check in CHECKS.get(each, {}).items()}
 
 

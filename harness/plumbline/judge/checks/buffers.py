@@ -28,10 +28,10 @@ CHECK = "buffers"
 
 
 def buffers(analysis: TraceAnalysis) -> Finding | None:
-    """All ranks begin each step's forward with the same buffers: those that the first device computed.
+    """All ranks must begin each step's forward with the same buffers: those that the first device computed.
 
-    They may differ after a forward, because DDP broadcasts them before the next one. None if the model has no buffers.
-    If a subject declares that each rank keeps its own buffers, the rank's own samples decide.
+    Buffers can differ after a forward, because DDP broadcasts them before the next one. None if the model has no
+    buffers. If a subject declares that each rank keeps its own buffers, these must follow from the rank's own samples.
     """
     if not analysis.steps or not analysis.steps[0].ranks[0].buffers:
         return None
@@ -103,10 +103,10 @@ def _begun_otherwise(analysis: TraceAnalysis) -> Finding | None:
 
 
 def own_buffers(analysis: TraceAnalysis) -> Finding:
-    """All ranks begin alike, and then each rank's forwards alone change its buffers: nothing is broadcast.
+    """All ranks must begin with equal buffers, which then only the rank's own forwards change: nothing is broadcast.
 
-    One device computes something else, so this deviates if ranks have different buffers. A BatchNorm that shares its
-    statistics has the same ones everywhere.
+    One device computes other buffers, so the outcome is ``DEVIATES`` if the ranks' buffers differ. A BatchNorm that
+    shares its statistics has equal buffers on all ranks.
     """
     first = analysis.steps[0].ranks
     for rank, step in enumerate(first):

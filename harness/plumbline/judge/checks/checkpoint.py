@@ -86,10 +86,10 @@ def _same_so_far(interruption: Interruption) -> Finding | None:
 
 
 def _weights(interruption: Interruption) -> Finding | None:
-    """Before the first resumed step, every rank holds bit for bit what the launch that saved ended with."""
+    """Before the first resumed step, every rank must hold, bit for bit, the weights that the saving launch left."""
     for trace in interruption.resumed.trace.ranks:
         if not trace.steps:
-            continue  # the number of steps is a question of its own
+            continue  # ``_progress`` judges the number of steps
         before, left = trace.steps[0].before, interruption.left(trace.rank)
         if not any(same(before, weights) for weights in left):
             wrong = [name for name, value in left[0].items() if name not in before or not value.equal(before[name])]
@@ -134,7 +134,7 @@ def _progress(interruption: Interruption) -> Finding | None:
 
 
 def _state(interruption: Interruption) -> Finding | None:
-    """The resumed optimizer steps as one whose state comes from all steps before."""
+    """The resumed optimizer must step like one whose state comes from all steps before."""
     ranks = range(len(interruption.resumed.trace.ranks))
     allowed = interruption.whole.allowed(limit())
     errors = [
@@ -175,7 +175,7 @@ def _scale_in_words(step: Step) -> str:
 
 
 def _ordinary(interruption: Interruption) -> Finding | None:
-    """Both parts pass the checks of single steps that the uninterrupted training passes."""
+    """The parts of the training must pass those checks of single steps that the uninterrupted training passes."""
     parts = [(interruption.resumed, interruption.place, "resumed training (steps counted from the restart)")]
     if interruption.saved.cell != interruption.whole.cell:
         parts.append((interruption.saved, 0, "interrupted training"))
@@ -199,11 +199,11 @@ def _ordinary(interruption: Interruption) -> Finding | None:
 PART_CHECKS: tuple[PartCheck, ...] = (
     _stopped, _same_so_far, _weights, _buffers, _progress, _state, _rates, _scale, _ordinary,
 )  # fmt: skip
-"""In the order in which a mistake spreads: each may be a consequence of those before it."""
+"""In the order in which a mistake spreads: each failure can be a consequence of an earlier one."""
 
 
 def _end(interruption: Interruption) -> Finding:
-    """The user's own question: are the weights at the end those of the uninterrupted training?"""
+    """Compare the weights at the end with those of the uninterrupted training, which is what the user wants to know."""
     full_training = interruption.whole.once(FullTraining)
     resumed, whole = (analysis.steps[-1].ranks[0].after for analysis in (interruption.resumed, interruption.whole))
     step = interruption.total - 1

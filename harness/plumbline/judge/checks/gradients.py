@@ -1,4 +1,4 @@
-"""Is the gradient that the optimizer got the right one? Of a subject, an oracle knows the workload."""
+"""Did the optimizer get the right gradient? For a subject, an oracle computes it from the workload."""
 
 from __future__ import annotations
 
@@ -161,10 +161,10 @@ def compare_gradients(analysis: TraceAnalysis) -> Finding:
 
 
 def _undue_gradient(analysis: TraceAnalysis) -> Finding | None:
-    """Return the failure where the optimizer got a gradient of a parameter that no loss of the step depends on.
+    """Return the failure if the optimizer got a gradient of a parameter that no loss of the step depends on.
 
-    A gradient of zeros counts where weight decay makes something of it: a parameter without a gradient so far must not
-    change. Later on zeros may be what is left of an earlier step.
+    A gradient of zeros counts if it moves the parameter, as with weight decay, and the parameter is frozen or had no
+    gradient so far. Otherwise the zeros may be left from an earlier step.
     """
     for global_step, rank, step in analysis.different_gradients:
         for name in step.gradients:

@@ -20,10 +20,10 @@ AFTER_TRAINING = ("validation", "metrics")
 
 
 def launch(trace: Trace, cell: Cell) -> Finding | None:
-    """Return what is wrong with the launch, or None where the trace is whole.
+    """Return what is wrong with the launch, or None if the trace is complete.
 
-    A rank that crashed explains those that waited for it, so crashes come first. A rank that raised is the origin more
-    often than one that was then ended for waiting, so time-outs come last.
+    A rank that crashed explains the ranks that waited for it, so crashes come first. A rank that raised is more often
+    the origin than a rank that was ended because it waited, so time-outs come last.
     """
     ends: dict[Outcome, list[int]] = {
         outcome: [rank for rank, exit in trace.exits.items() if exit.outcome is outcome] for outcome in Outcome
@@ -81,10 +81,10 @@ def details(finding: Finding, trace: Trace) -> str:
 
 
 def with_hung_ranks(findings: Iterable[Finding], trace: Trace) -> list[Finding]:
-    """Return the findings of a training some of whose ranks hung after the last step, with a note that says so.
+    """Return the findings of a training in which some ranks hung after the last step, with a note that says so.
 
-    The trace of the training is complete, and its findings hold, except those about what may be missing because a rank
-    hung.
+    The trace of the training is complete, and its findings hold, except failures of the checks that also judge the time
+    after the last step.
     """
     rank, exit = min(trace.hung.items())
     version = next((f" (torch {one.torch})" for one in trace.ranks if one.torch), "")

@@ -1,4 +1,4 @@
-"""Does every step use the learning rate that is due: the workload's in a subject, in a script the other ranks'?"""
+"""Does every step use the right learning rate: the workload's for a subject, the other ranks' for a script?"""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ ROUNDING = sys.float_info.epsilon / 2
 
 Rates = Sequence[float]
 DueRates = Callable[[Mapping[int, StepRecord]], Mapping[int, Rates]]
-"""Returns the rates that each rank should use in one step; ranks of which that is not known are left out."""
+"""Returns the rates that each rank should use in one step; ranks whose rates are unknown are left out."""
 
 
 def learning_rate(analysis: TraceAnalysis) -> Finding:
-    """The rates of all parameter groups at each step taken are the workload's; a schedule advances after each of them.
+    """The rates of all parameter groups at each step taken must be the workload's; schedules advance after each step.
 
     The trainer sets rates in float64 in every precision, so an error is a multiple of the rounding of float64.
     """
@@ -45,7 +45,7 @@ def wrong_rates(
     case_of: Callable[[int], LearningRateCase],
     precision: float = PRECISION,
 ) -> Finding | None:
-    """Return the failure of the first step whose rates are not those that are ``due``, which are ``whose``.
+    """Return the failure of the first step whose rates differ from the ``due`` ones; the message calls these ``whose``.
 
     ``precision``: the relative difference up to which two rates are the same number.
     """
@@ -64,9 +64,9 @@ def wrong_rates(
 
 
 def moved_with_every_pass(recording: Recording) -> Finding | None:
-    """Return the failure of a schedule that moves on between all backward passes of a step.
+    """Return the failure of a schedule that advances between all backward passes of a step.
 
-    Schedules that move on several times in one place, as Accelerate's do, mean to do so.
+    Schedules that advance several times in one place, as Accelerate's do, do so on purpose.
     """
     for one in recording.optimizer_steps:
         if one.passes > 1 and {*range(one.passes - 1)} <= {*one.schedule_moves}:
@@ -78,8 +78,8 @@ def moved_with_every_pass(recording: Recording) -> Finding | None:
 def _workload_rates(analysis: TraceAnalysis) -> DueRates:
     """Return the workload's rates at each step taken.
 
-    A stage may have some of the optimizers, or none. If it has nothing of one, it is not known which one that is, so
-    rates are compared in ascending order.
+    A pipeline stage can have only some of the optimizers, or none. Which ones it has is unknown, so rates are compared
+    in ascending order.
     """
     optimizer = analysis.oracle.optimizer()
     schedule = analysis.oracle.schedule(optimizer)

@@ -15,7 +15,7 @@ from plumbline.judge.trace_analysis import GlobalStep, TraceAnalysis
 
 
 def not_copied_back(analysis: TraceAnalysis) -> Finding | None:
-    """Return the first step before which the model's weights were not the optimizer's master weights, rounded."""
+    """Return the failure of the first step that the model began with weights other than the rounded master weights."""
     for step in analysis.recorded_steps:
         for rank, own in enumerate(step.ranks):
             off = own.off_masters
@@ -37,10 +37,11 @@ def not_copied_back(analysis: TraceAnalysis) -> Finding | None:
 
 
 def summed_in_16_bits(analysis: TraceAnalysis) -> Finding | None:
-    """Return a step whose gradients were summed in 16 bits although the subject declares float32.
+    """Return the failure of a step whose gradients were summed in 16 bits although the subject declares float32.
 
-    A sum of several 16-bit numbers in float32 is a 16-bit number only by chance. How often that is, the same sum on one
-    device tells: it accuses only if not one entry has more bits, and chance does that less often than a false alarm.
+    A sum of several 16-bit numbers in float32 is a 16-bit number only by chance. The same sum on one device shows how
+    often that happens. The check fails only if no entry has more bits, and if that is less probable by chance than a
+    false alarm.
     """
     if analysis.behavior.gradients != "float32" or analysis.workload.exact:
         return None
@@ -87,10 +88,9 @@ def _is_16_bit(values: Tensor, analysis: TraceAnalysis) -> Tensor:
 
 
 def begun_with_masters(analysis: TraceAnalysis) -> Iterator[GlobalStep]:
-    """Yield the first step if its master weights are rounded already.
+    """Yield the first step if rounding does not change its master weights.
 
-    Later a forward at the master weights themselves differs from one at the rounded ones about as much as a forward in
-    16 bits does.
+    In later steps, a forward with the unrounded master weights has about as large an error as a forward in 16 bits.
     """
     first = analysis.steps_taken[0]
     if all(bool(_is_16_bit(value, analysis).all()) for value in first.ranks[0].before.values()):

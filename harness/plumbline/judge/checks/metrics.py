@@ -15,10 +15,10 @@ from plumbline.judge.trace_analysis import TraceAnalysis
 
 
 def metrics(analysis: TraceAnalysis) -> Finding | None:
-    """Compare each ``loss`` and ``val_loss``, on each rank that reports it, with the mean that it stands for.
+    """Compare each ``loss`` and ``val_loss``, on each rank that reports it, with the mean that it should be.
 
     Noise is the error of the same mean in the cell's precision on one device, and at least one rounding. None if the
-    workload needs no metrics and none was reported, and if a loss is not a mean over samples.
+    workload needs no metrics and none that can be judged was reported: a loss that is not a mean over samples cannot.
     """
     needed = "metrics" in analysis.workload.needs
     if not needed and not any(trace.logged for trace in analysis.trace.ranks):

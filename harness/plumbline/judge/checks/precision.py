@@ -16,13 +16,13 @@ COARSE = 100.0
 
 
 def precision(analysis: TraceAnalysis) -> Finding | None:
-    """A 16-bit training has 16-bit errors. None in 32 and 64 bits, and if no tensor could show the difference.
+    """A 16-bit training must have 16-bit errors. None in 32 and 64 bits, and if no tensor could show the difference.
 
-    An exact workload cannot show it either, because its numbers need no rounding, and few of them do in 16 bits.
+    An exact workload cannot show it either, because few of its numbers need any rounding, even in 16 bits.
 
-    A forward in 16 bits has the error of the noise itself; one in 32 bits has a few roundings of 32 bits. The border is
-    the geometric mean of the two. Only measured rounding counts: an operation that autocast leaves in 32 bits may not
-    show the rounding that is possible. With master weights, only the first step can tell.
+    A forward in 16 bits has an error as large as the noise; one in 32 bits has a few roundings of 32 bits. The border
+    is the geometric mean of the two. Only measured rounding counts: an operation that autocast leaves in 32 bits may
+    not show all the rounding that is possible. With master weights, only the first step can tell.
     """
     masters = analysis.cell.arithmetic.masters is not None
     if masters and (flaw := not_copied_back(analysis) or summed_in_16_bits(analysis)):

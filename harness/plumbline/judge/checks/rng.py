@@ -26,7 +26,7 @@ from plumbline.judge.trace_analysis import TraceAnalysis
 
 
 def rng(analysis: TraceAnalysis) -> Finding | None:
-    """No two masks and no two streams of bits agree more than chance explains, and half of the bits are set.
+    """No two masks and no two streams of bits may agree more than chance explains, and half of the bits must be set.
 
     Limits follow from the probability of a false alarm and the number of comparisons. None if no layer draws.
     """
@@ -72,7 +72,7 @@ def _drawn_again(layers: Sequence[str], analysis: TraceAnalysis) -> Finding | No
 def _unlike_members(layers: Sequence[str], analysis: TraceAnalysis) -> Finding | None:
     """Return the failure if ranks that compute the same activations drop different units of them.
 
-    If each rank draws for a part of an activation, the parts differ as they should.
+    If each rank draws for its own part of an activation, the parts rightly differ.
     """
     for index, step in enumerate(analysis.steps):
         for judged, whole in enumerate(step.ranks):

@@ -1,4 +1,4 @@
-"""Which samples were used: each once per epoch, on one rank, in an order that changes with the epoch.
+"""Was each sample used once per epoch, on one rank, in an order that changes with the epoch?
 
 If the subject declares that its data comes by iterations, there are no epochs, and ranks must draw independently.
 """
@@ -23,7 +23,7 @@ Used = list[tuple[int, ...]]
 
 
 def samples(analysis: TraceAnalysis) -> Finding:
-    """Coverage, disjointness, order and reshuffling, from the ids that went through the model's forward."""
+    """Check coverage, disjointness, order and reshuffling of the ids that went through the model's forward."""
     world, expected = analysis.world, len(analysis.oracle.data)
     used: Used = [tuple(i for step in each.ranks for i in drawn(step)) for each in analysis.steps]
     if not any(used):

@@ -1,4 +1,4 @@
-"""Where a GradScaler skipped a step, did the weights stay, did all ranks skip it, and was there a reason to?"""
+"""If a GradScaler skipped a step, did the weights stay unchanged, did all ranks skip it, and was there a reason?"""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ CHECK = "skipped-steps"
 
 
 def skipped_steps(analysis: TraceAnalysis) -> Finding | None:
-    """A skipped step had a gradient that overflows; it leaves the weights unchanged and lowers the scale.
+    """A skipped step must have a gradient that overflows, leave the weights unchanged, and lower the scale.
 
-    Each of several optimizers may be skipped separately, which concerns only its own parameters. The loss scaler
-    chooses the factor, and when the scale grows again. If a trainer has its own scaler, the gradients of skipped steps
-    are not recorded. None if no step was skipped.
+    Each of several optimizers can be skipped separately, which affects only its own parameters. The loss scaler chooses
+    by which factor the scale falls, and when it grows again. If a trainer has its own scaler, the gradients of skipped
+    steps are not recorded. None if no step was skipped.
     """
     skipped: list[SkippedStep] = []
     for one in (one for trace in analysis.trace.ranks for one in trace.skipped_steps):
@@ -111,7 +111,7 @@ def decided_alone(observed: str, number: int, rank: int, check: str) -> Finding:
 
 
 def passed_with(skipped: int, steps: int, *, ranks: int, unseen: int = 0) -> Finding:
-    """Return the finding that nothing is wrong with these skipped steps; gradients of ``unseen`` are not known."""
+    """Return the finding that nothing is wrong with these skipped steps; the gradients of ``unseen`` are unknown."""
     message = f"the loss scaler skipped {skipped} of {counted(steps, 'step')}"
     message += " (of all ranks together)" if ranks > 1 else ""
     return passed(CHECK, f"{message}; the gradients of {unseen} were not recorded" if unseen else message)

@@ -10,7 +10,7 @@ from plumbline.judge.trace_analysis import TraceAnalysis
 
 
 def steps(analysis: TraceAnalysis) -> Finding:
-    """Every rank attempts epochs × windows of an epoch steps, the short last window included."""
+    """Every rank must attempt one step for each window of every epoch, including the short last window."""
     expected = analysis.steps_due
     if not analysis.steps_taken and not (analysis.is_staged and any(trace.steps for trace in analysis.recorded.ranks)):
         raise Vacuous("no optimizer step was taken on all ranks, so there is nothing to compare")

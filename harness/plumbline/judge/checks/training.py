@@ -1,4 +1,4 @@
-"""The user's own question: are the final weights those of a whole training on one device?"""
+"""Are the final weights those of a whole training on one device? This is what the user wants to know."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def training(analysis: TraceAnalysis) -> Finding:
     one_device = full_training.one_device.values()
     comparison = TwoWayComparison()
     for name, value in last.ranks[0].after.items():
-        # What is not in the contract is the subject's own addition to the model: not the job's, so not judged.
+        # Parameters that are not in the contract were added by the subject: not the job's, so not judged.
         if full_training.noise.get(name, 0.0) == 0:
             continue
         comparison.add(

@@ -1,4 +1,4 @@
-"""Did the optimizer do with the gradient what the workload's optimizer does?"""
+"""Did the optimizer update the weights as the workload's optimizer does with the same gradients?"""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def update(analysis: TraceAnalysis) -> Finding:
 
 
 def _shard_by_shard(analysis: TraceAnalysis) -> Finding | None:
-    """Return the failure of an optimizer of matrices that was given shards, if the noise of sums in parts hides it."""
+    """Return the failure of a matrix optimizer that stepped single shards, if the noise of partial sums hides it."""
     trace = analysis.trace.ranks[0]
     if not may_sum_in_parts(trace, analysis, analysis.allowed(limit())) or not stepped_shard_by_shard(trace, analysis):
         return None

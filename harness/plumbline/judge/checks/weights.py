@@ -1,4 +1,4 @@
-"""Do ranks start from the job's weights, hold the same ones after every step, and change them by steps alone?"""
+"""Do ranks start from the job's weights, hold equal weights after every step, and change them only by steps?"""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def initial_weights(analysis: TraceAnalysis) -> Finding:
                     "initial-weights", message, family="sync", rank=analysis.holder(rank, name), parameter=name
                 )
                 return explain(finding, InitialWeightsCase(analysis))
-    # What several ranks hold that are judged as one is each of them's to begin with.
+    # Where several ranks are judged as one, each of them must start with the job's weights.
     for rank, step in enumerate(analysis.recorded_steps[0].ranks):
         for name, value in step.before.items():
             if name in analysis.start and not value.equal(analysis.start[name]):
@@ -77,10 +77,10 @@ def _distances(analysis: TraceAnalysis) -> Iterator[Deviation]:
 
 
 def _afterwards(analysis: TraceAnalysis, index: int, rank: int) -> Tensors:
-    """Return the weights with which a rank goes on after a step.
+    """Return the weights with which a rank continues after a step.
 
-    Of a weight that several ranks hold, one of them may take the step, and send it to the others, whose optimizers
-    leave it as it is.
+    If several ranks hold a weight, one of them can take the step and send the result to the others, whose optimizers do
+    not change the weight.
     """
     if index + 1 < len(analysis.recorded_steps):
         return analysis.recorded_steps[index + 1].ranks[rank].before
@@ -88,7 +88,7 @@ def _afterwards(analysis: TraceAnalysis, index: int, rank: int) -> Tensors:
 
 
 def stillness(analysis: TraceAnalysis) -> Finding:
-    """Between two steps, and after the last one, the weights stay bit for bit what the step before left."""
+    """Between two steps, and after the last one, the weights must stay bit for bit as the previous step left them."""
     for trace in analysis.trace.ranks:
         for index, left, found in _pauses(trace):
             if found is left or same(left, found):
@@ -114,7 +114,7 @@ def stillness(analysis: TraceAnalysis) -> Finding:
 
 
 def _as_rounded_elsewhere(left: Tensors, found: Tensors, analysis: TraceAnalysis) -> Tensors:
-    """Return the weights that other ranks of a replica have in the end where only one has their master weights."""
+    """Return the weights as ranks without the master weights have them at the end: rounded to the storage dtype."""
     dtype: torch.dtype = getattr(torch, analysis.cell.arithmetic.storage)
     if analysis.cell.arithmetic.masters is None or not analysis.is_staged:
         return {}

@@ -1,6 +1,6 @@
-"""Known mistakes that change a gradient, stated once for every way to know what is right.
+"""Known mistakes that change a gradient, stated once for all sources of right gradients.
 
-A mistake is a ``Combination``: with which weight each micro-batch of each rank counts. So it can be tried on a subject,
+A mistake predicts a ``Combination``: the weight of each micro-batch of each rank. So it can be tried on a subject,
 whose gradients an oracle computes, and on a script, whose gradients are computed again. Mistakes that need more than
 that, such as other samples, are in ``plumbline.judge.causes.gradient_hypotheses``.
 

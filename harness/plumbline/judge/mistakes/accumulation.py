@@ -54,7 +54,7 @@ def _last_missing(case: GradientCase) -> Predictions:
 
 
 def _last_one_step_late(case: GradientCase) -> Predictions:
-    """Predict that the first micro-batches are reduced with those that the step before left."""
+    """Predict that a step's first micro-batches are reduced together with the last ones of the previous step."""
     for kept in range(1, case.micro_batches):
         first: Weight = lambda r, b, n, kept=kept: float(b < kept)  # type: ignore[misc]  # noqa: E731
         last: Weight = lambda r, b, n, kept=kept: float(b >= kept)  # type: ignore[misc]  # noqa: E731
@@ -74,12 +74,12 @@ def _middle_missing(case: GradientCase) -> Predictions:
 def _not_zeroed(case: GradientCase) -> Predictions:
     if case.has_earlier_step:
         yield Combination(even(1.0), left_over=1.0)
-        if case.scale:  # what is left was unscaled before, and is unscaled again
+        if case.scale:  # the left-over gradient was unscaled before, and is unscaled again
             yield Combination(even(1.0), left_over=1 / case.scale)
 
 
 def _partly_left_in(case: GradientCase) -> Predictions:
-    """Predict that some ranks begin with the step before, which is averaged, or divided by the window, once more."""
+    """Predict that some ranks begin with the previous gradient, which is averaged, or divided by the window, again."""
     counts = range(1, case.world + 1)
     factors = {count / part for count in counts for part in (1, case.world, case.micro_batches)}
     factors |= {count / case.world / case.micro_batches for count in counts}

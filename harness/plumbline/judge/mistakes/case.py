@@ -1,4 +1,4 @@
-"""What a mistake in gradients is: what it combines the right shares to, and the case that it predicts from."""
+"""Mistakes in gradients: how they combine the right shares, and the case from which they predict."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Combination:
 
     Attributes:
         weight: the weights of this step's shares.
-        earlier: the weights of the shares of the step before; None where they do not count.
-        left_over: how many times the gradient that the optimizer received one step before is added.
+        earlier: the weights of the previous step's shares; None if these do not count.
+        left_over: the factor with which the gradient that the optimizer received one step before is added.
     """
 
     weight: Weight
@@ -40,7 +40,7 @@ class SomeParameters:
 
 
 def even(factor: float) -> Weight:
-    """Weigh every share alike; with 1, that is right."""
+    """Give every share the same weight; a weight of 1 is right."""
     return lambda rank, place, count: factor
 
 
@@ -54,9 +54,9 @@ RIGHT = scaled(1.0)
 
 
 class GradientCase(ABC):
-    """One rank at one step, whatever it is that knows the right gradient.
+    """One rank at one step, for any source of the right gradient.
 
-    A misfit is the distance of what was received from a prediction, in multiples of what rounding explains.
+    A misfit is the distance of the received gradient from a prediction, in multiples of what rounding explains.
     """
 
     index: int
@@ -92,7 +92,7 @@ class GradientCase(ABC):
     @property
     @abstractmethod
     def has_earlier_step(self) -> bool:
-        """Whether the right gradient of the step before is known, and what the optimizer received then."""
+        """Whether the previous step's right gradient, and the one that the optimizer received, are known."""
 
     @property
     @abstractmethod
@@ -111,7 +111,7 @@ class GradientCase(ABC):
 
     @abstractmethod
     def misfits(self, prediction: Any) -> Iterator[float]:
-        """Yield the misfit of each form that a prediction may have taken; nothing where it has no effect."""
+        """Yield the misfit of each form that a prediction can take; nothing if it has no effect."""
 
     @property
     def is_right(self) -> bool:
@@ -143,7 +143,7 @@ class GradientCase(ABC):
 
 
 Predictions = Iterator[Combination | SomeParameters | Match]
-"""What a mistake may have made of the right gradient, variant by variant."""
+"""The variants of what a mistake can make of the right gradient."""
 
 GradientMistake = Hypothesis[GradientCase, Combination | SomeParameters | Match]
 """A mistake that is known by how it combines the shares of ranks and micro-batches."""

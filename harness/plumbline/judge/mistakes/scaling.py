@@ -1,4 +1,4 @@
-"""Right gradients multiplied by a wrong number, all or some: by the ranks, a loss scale, zero or minus one."""
+"""All or some gradients multiplied by a wrong number: the number of ranks, a loss scale, zero or minus one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from plumbline.judge.mistakes.case import (
 
 
 def _other_count(case: GradientCase) -> list[float]:
-    """Return the nearest factor of a sum over ranks divided by a small number, or a mean multiplied by one."""
+    """Return the nearest factor of a sum over ranks that is divided by a wrong count, or of the inverse mistake."""
     if case.world == 1:
         return []
     counts = [count for count in range(1, 2 * case.world + 1) if count != case.world]

@@ -20,7 +20,7 @@ MOST_RANKS = 16
 
 
 def only(ranks: Collection[int], factor: float = 1.0) -> Weight:
-    """Weigh the shares of some ranks alone."""
+    """Count only the shares of some ranks, each with ``factor``."""
     return lambda r, b, n: factor * (r in ranks)
 
 

@@ -1,4 +1,4 @@
-"""Random masks drawn by a model's layers, and the probability that independent fair masks are so alike.
+"""Random masks drawn by a model's layers, and the probability that independent fair masks are that similar.
 
 A layer that drops half of its units draws one bit for each unit of each sample. A *mask* is one sample's bits in one
 layer; a *stream* is all bits of one device of one rank, in drawing order.
@@ -73,7 +73,7 @@ def masks_of(trace: Trace, layers: Sequence[str]) -> Iterator[SampleMask]:
 
 
 def surprise(count: Tensor, size: Tensor) -> Tensor:
-    """Return minus the logarithm of (a bound on) the probability of so uneven a ``count`` among ``size`` fair bits.
+    """Return minus the logarithm of (a bound on) the probability that ``size`` fair bits have so uneven a ``count``.
 
     Chernoff's bound for one side, P ≤ exp(-n · KL(k/n ‖ 1/2)), is exact if all bits are alike. It also holds for the
     number of bits in which two independent masks agree.

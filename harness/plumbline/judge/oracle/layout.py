@@ -1,9 +1,10 @@
-"""Who computed what in one optimizer step: the structure that turns a backend's contract into arithmetic.
+"""The layout of one optimizer step: which device computed which samples, and which of these share one loss.
 
-A layout is micro-batches of groups of device shares of sample ids. A *group* is what one loss sees: the outputs of its
-devices are gathered, and the loss is taken over all of them. The step's loss is the mean over groups and micro-batches.
-So every contract is one formula: none is one group of one device, dp one group of k devices, ddp one group of one
-device per rank, and ddp2 one group of k devices per node. ℓ(B) is one group of one device with all samples.
+A layout is a tuple of micro-batches, each a tuple of groups, each a tuple of device shares, each a tuple of sample ids.
+A *group* is what one loss sees: the outputs of its devices are gathered, and the loss is taken over all of them. The
+step's loss is the mean over groups and micro-batches. So every contract is one formula: none is one group of one
+device, dp one group of k devices, ddp one group of one device per rank, and ddp2 one group of k devices per node. ℓ(B),
+the loss of the whole batch, is one group of one device with all samples.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def sample_of(drawn: int) -> int:
 
 
 def contract_layout(steps: Sequence[Step], devices_per_process: int, accumulate: int) -> Layout:
-    """Return what the backend promises for the samples that every rank used in one step (one entry per rank).
+    """Return the layout that the backend promises for the samples of one step; ``steps`` has one entry per rank.
 
     A rank with fewer micro-batches than others takes no part in the missing ones.
     """

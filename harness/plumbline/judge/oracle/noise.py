@@ -1,8 +1,8 @@
 """Noise, the error that rounding alone explains; errors in multiples of it; and the limits for a correct training.
 
-No constant is tuned. Of a subject the noise is measured on one device, in the cell's precision and in several orders of
-summation, against float64. The limit follows from the number of measurements and the probability of a false alarm. Of a
-script nothing can be measured again, so the rounding of its sums is bounded instead.
+No constant is tuned. For a subject, noise is measured on one device, in the cell's precision and in several orders of
+summation, against float64. The limit follows from the number of measurements and the probability of a false alarm. For
+a script nothing can be measured again, so the rounding of its sums is bounded instead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from plumbline.evidence.trace import Tensors
 
 FALSE_ALARM = 1e-9
-"""The probability, for one tensor at one step, that a correct trainer exceeds the limit. A run has about 1e5."""
+"""The probability that a correct trainer exceeds the limit in one tensor at one step. A run has about 1e5 of these."""
 
 NOISE_RUNS = 12
 """Measurements of noise in a cell, at least: twelve put the limit below 10 × noise."""
@@ -31,15 +31,16 @@ UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, 
 """The unit roundoff of each format: half the distance from 1 to the next larger number."""
 
 UNDERFLOW = {"float16": 2.0**-25}
-"""Half the distance between the smallest numbers of a format, where gradients come near to it."""
+"""Half the distance between the smallest numbers of a format, for formats in which gradients can be that small."""
 
 PROJECTION_MARGIN = 2.0
-"""By how much a projection's norm may exceed the tensor's: 11 standard deviations of χ at 64 degrees of freedom."""
+"""The factor by which a projection's norm may exceed the tensor's: 11 standard deviations of χ with 64 degrees of
+freedom."""
 
 
 @dataclass(frozen=True)
 class Deviation:
-    """An error in multiples of noise, and where it was seen; ``limit`` is the largest right one there, if it varies."""
+    """An error in multiples of noise, and its place; ``limit`` is the largest right error there, if limits vary."""
 
     x_noise: float
     step: int | None = None
@@ -75,7 +76,7 @@ def length(tensors: Tensors) -> float:
 
 
 def distance(left: Tensor, right: Tensor) -> float:
-    """Return the 2-norm of the difference; infinite where either has an entry that is not finite."""
+    """Return the 2-norm of the difference; infinite if either has an entry that is not finite."""
     value = norm(left.double() - right.double())
     return value if math.isfinite(value) else math.inf
 
@@ -133,7 +134,7 @@ def error_along(measured: Tensors, exact: Tensors) -> float:
 def nudged(weights: Tensors, generator: torch.Generator) -> Tensors:
     """Return float64 weights, each one rounding larger or smaller.
 
-    This changes the sums in a layer as another order does.
+    This changes the sums in a layer as another order of summation does.
     """
     epsilon = torch.finfo(torch.float64).eps
     return {
@@ -193,11 +194,11 @@ class NoiseScale:
         self.runs = 0
 
     def add(self, measured: Tensors, exact: Tensors, units: dict[str, float], *, repeated: bool = False) -> None:
-        """Take one run in the cell's precision, ``measured``, and the same in float64, ``exact``.
+        """Add one run in the cell's precision, ``measured``, and the same in float64, ``exact``.
 
-        A ``repeated`` run may raise the noise, but does not count as a run, which would lower the limit.
+        A ``repeated`` run can raise the noise, but does not count as a run, which would lower the limit.
         """
-        # Which experts a sample takes may turn with the weights of a run.
+        # The weights of a run can change the experts to which a sample is routed.
         shared = measured.keys() & exact.keys() & units.keys()
         errors = {name: distance(measured[name], exact[name]) for name in measured if name in shared}
         if not all(math.isfinite(error) for error in errors.values()):
@@ -222,7 +223,7 @@ class NoiseScale:
                 self._take(TOGETHER, along, together)
 
     def add_rounding_alone(self, sizes: dict[str, float], growth: float) -> None:
-        """Take into account what rounding makes of tensors that are really zero.
+        """Take into account how large rounding makes tensors that are really zero.
 
         Whether a run shows it may depend on what the loss was divided by, because everything cancels out with some
         divisors.
@@ -260,7 +261,7 @@ def rounding_unit(parts: Iterable[Tensor], epsilon: float) -> float:
 
 
 def coarsest_unit(formats: Iterable[str]) -> float:
-    """Return the largest unit roundoff of formats; one that is not known counts as float32."""
+    """Return the largest unit roundoff of formats; an unknown format counts as float32."""
     return max(UNIT_ROUNDOFF.get(name, UNIT_ROUNDOFF["float32"]) for name in formats)
 
 
@@ -268,13 +269,13 @@ def sum_bound(roundings: int, units: Tensor, sizes: Tensor, underflow: Tensor) -
     """Return a bound on the rounding error of each of several sums, whose projections are compared.
 
     Each of the n additions and scalings rounds by at most a unit of the partial sums, whose norms are at most the sum
-    of the norms of what is added (Higham, Accuracy and Stability of Numerical Algorithms, 4.2). Where a format has no
-    smaller numbers, each rounds by a constant as well (2.4).
+    of the norms of the terms (Higham, Accuracy and Stability of Numerical Algorithms, 4.2). Near a format's smallest
+    numbers, each rounds by a constant as well (2.4).
 
     Args:
         roundings: the number of additions and scalings.
         units: the unit roundoff of each sum.
-        sizes: the sum of the norms of what is added.
+        sizes: the sum of the norms of the terms.
         underflow: the norm of the constant part of one rounding.
     """
     # The last term is the rounding of the projections themselves, which are sums in float64.

@@ -32,7 +32,7 @@ class Optimizers:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups of all of them, in order."""
+        """The parameter groups of all optimizers, in order."""
         return [group for optimizer in self.every for group in optimizer.param_groups]
 
     def step(self) -> None:
@@ -47,8 +47,9 @@ class Oracle:
     ``devices`` is the cell's number of devices, which determines the data. Without ``precision``, everything is
     float64. With ``loss_dtype``, the model's floating-point outputs are cast to it before the loss is computed.
 
-    Where a precision has master weights, ``stepped`` are these, and the model computes with them and the data rounded;
-    ``rounded_to`` says to which dtype if everything else is float64. Elsewhere ``stepped`` are the model's parameters.
+    If a precision has master weights, ``stepped`` has these, and the model computes with rounded master weights and
+    rounded data; ``rounded_to`` gives their dtype if everything else is float64. Otherwise ``stepped`` has the model's
+    parameters.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class Oracle:
         self._round_masters()
 
     def compute_at(self, weights: Tensors) -> None:
-        """Set the weights with which the model computes, which are not rounded further than to the model's dtype."""
+        """Set the weights with which the model computes, rounded only to the model's dtype."""
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(weights[name])
@@ -115,7 +116,7 @@ class Oracle:
             self.compute_at({name: master.detach().to(self._rounded_to) for name, master in self.stepped.items()})
 
     def set_forward_state(self, steps: Sequence[Step], *, own_buffers: bool = False) -> None:
-        """Set what a forward depends on besides weights: the step's initial buffers, and what its layers drew.
+        """Set a forward's inputs other than the weights: the step's initial buffers, and the masks that layers drew.
 
         All samples get the first rank's buffers; with ``own_buffers``, a rank's samples get that rank's. Masks are
         found by sample id, so no two draws of a step may have the same id (``with_unique_draws``).
@@ -143,13 +144,13 @@ class Oracle:
     def set_turns(self, step: Step, batches_between: int) -> None:
         """Compute each optimizer's part of the gradient at the weights that the earlier optimizers left.
 
-        If they alternate after ``batches_between`` batches, this applies only to the part from the last ones; 0: they
-        do not.
+        If the optimizers alternate between the ``batches_between`` batches of a step, this applies only to the gradient
+        of the last batch; 0 means that they do not alternate.
         """
         self._batches_between, self._turns = batches_between, turns_of(step)
 
     def set_turn(self, names: tuple[str, ...], weights: Tensors, *, batches_between: int) -> None:
-        """Compute the gradient of these parameters at ``weights``; where turns alternate, the last batch's."""
+        """Compute the gradient of these parameters at ``weights``; if turns alternate, only that of the last batch."""
         self._batches_between, self._turns = batches_between, [(names, weights)]
 
     def forward(self, share: Share) -> Any:
@@ -205,7 +206,7 @@ class Oracle:
         return {k: v.double() for k, v in self.clipped(gradient).items()}
 
     def clipped(self, gradient: Tensors) -> Tensors:
-        """Return the gradient clipped where required: each turn's optimizer has the norm of its own part alone."""
+        """Return the gradient, clipped if required: each turn's optimizer clips by the norm of its own part."""
         parts = [{name: gradient[name] for name in names if name in gradient} for names, _ in self._turns]
         rest = {name: value for name, value in gradient.items() if not any(name in part for part in parts)}
         norm = self.workload.clip_norm
@@ -236,12 +237,12 @@ class Oracle:
             return self.workload.loss(outputs, self._batch(share if targets is None else targets))
 
     def gradient_with_targets(self, share: Share, targets: Share) -> Tensors:
-        """Return ∂ℓ/∂w of the outputs for some samples with the targets of others."""
+        """Return ∂ℓ/∂w for the outputs of some samples with the targets of others."""
         made = torch.autograd.grad(self.loss_of(share, targets), tuple(self.trained.values()), allow_unused=True)
         return {name: value.to_dense() for name, value in zip(self.trained, made, strict=True) if value is not None}
 
     def used_by_one_layer(self, name: str) -> Iterator[nn.Module]:
-        """Yield each layer that has a parameter; meanwhile other layers' uses of it give no gradient."""
+        """Yield each layer that uses a parameter; meanwhile the other layers' uses of it give no gradient."""
         tied = self.parameters[name]
         uses = [(layer, key) for layer in self.model.modules() for key, one in layer._parameters.items() if one is tied]
         for layer, _ in uses:
@@ -321,9 +322,10 @@ class Oracle:
 
 
 def without_held_back(gradient: Tensors, held_back: Collection[str], clip_norm: float | None) -> Tensors:
-    """Return what a loss scaler leaves of a gradient that overflowed in the parameters of some optimizers.
+    """Return the gradient that is left if a loss scaler holds back some optimizers, whose gradients overflowed.
 
-    These parameters have no gradient. If all are clipped together, the norm is infinite, so the others get zeros.
+    The ``held_back`` parameters have no gradient. If all parameters are clipped together, the norm is infinite, so the
+    others get zeros.
     """
     if not held_back:
         return gradient

@@ -1,7 +1,7 @@
-"""Matrix products in parts: what an optimizer that multiplies matrices computes if these are sharded.
+"""Computes matrix products in parts, as an optimizer that multiplies sharded matrices does.
 
 Muon multiplies in bfloat16. A sum over shards rounds each part's sum, so right results differ by more than the order of
-one sum explains. Optimizers without products are not affected.
+one sum explains. Optimizers without matrix products are not affected.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class PartialSums(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Return the operator's result, in parts where it is a product."""
+        """Return the operator's result; a matrix product is computed in parts."""
         settings = dict(kwargs or {})
         if func is aten.mm.default:
             return self._summed(args[0], args[1], torch.mm)

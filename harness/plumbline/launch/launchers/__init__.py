@@ -1,6 +1,6 @@
 """The launchers of ``--launcher`` by name. A new launcher is one file here, and one entry of ``LAUNCHERS``.
 
-A launcher makes pools; these start the ranks (``plumbline.launch.pool``, ``plumbline.launch.remote``).
+A launcher makes pools; the pools start the ranks (``plumbline.launch.pool``, ``plumbline.launch.remote``).
 """
 
 from __future__ import annotations

@@ -14,10 +14,10 @@ from plumbline.launch.pool import Pool
 class LauncherOptions:
     """The options of launchers.
 
-    ``nodes`` is the largest number of nodes of any cell. ``gpus`` is the largest number of devices of a node, of which
-    ``devices`` are not simulated; both are 0 if no cell will be launched. ``subjects`` is the number of pools.
-    ``rendezvous``, ``node_command`` and ``listen`` are options of the command line. ``notify`` shows the user a
-    message at once.
+    ``nodes`` is the largest number of nodes of any cell. ``gpus`` is the largest number of devices per node, and
+    ``devices`` is how many physical devices these need; both are 0 if no cell will be launched. ``subjects`` is the
+    number of pools. ``rendezvous``, ``node_command`` and ``listen`` are options of the command line. ``notify`` shows
+    the user a message at once.
     """
 
     nodes: int = 1
@@ -33,9 +33,9 @@ class LauncherOptions:
 class Launcher(ABC):
     """Makes the pools of a session. The constructor raises ``PlanError`` if the launcher cannot work here.
 
-    ``nodes`` is the number of nodes, None if there are as many as a cell needs. With a number, evidence is in a folder
-    that all nodes see. ``machines`` is how many nodes have separate devices. ``own_options`` are the optional fields of
-    ``LauncherOptions`` that this launcher reads.
+    ``nodes`` is the number of nodes, None if there are as many as a cell needs. If it is a number, all nodes see the
+    folder of the evidence. ``machines`` is the number of machines that the nodes run on, each with its own devices.
+    ``own_options`` are the optional fields of ``LauncherOptions`` that this launcher reads.
     """
 
     own_options: ClassVar[frozenset[str]] = frozenset()
@@ -51,7 +51,7 @@ class Launcher(ABC):
 
 
 class LocalLauncher(Launcher):
-    """Simulates the nodes on this machine; they divide its devices among them."""
+    """Simulates the nodes on this machine and divides its devices among them."""
 
     def pool(self, locator: str, python: str | None) -> Pool:
         return Pool(locator, python, self._notify)

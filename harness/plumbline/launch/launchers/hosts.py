@@ -1,7 +1,7 @@
 """The nodes of a cell are hosts that ``--node-command`` reaches: network namespaces, containers, or hosts by ssh.
 
-The command starts a fork server on each host, which connects to this machine's address. Other hosts reach it by the
-interface that leads here. It reads its secret from standard input, which ssh encrypts.
+The command starts a fork server on each host, which connects to this machine's address. Hosts reach each other through
+the interfaces that lead to this machine. A server reads its secret from standard input, which ssh encrypts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ class HostsLauncher(Launcher):
 
 
 class HostsPool(RemotePool):
-    """Launches ranks of one subject on ``nodes`` hosts that ``command`` reaches; they reach this one at ``address``."""
+    """Launches ranks of one subject on ``nodes`` hosts.
+
+    ``command`` reaches the hosts; they reach this machine at ``address``.
+    """
 
     def __init__(
         self, locator: str, python: str | None, nodes: int, command: str, address: str, notify: Notify = ignore
@@ -58,7 +61,7 @@ class HostsPool(RemotePool):
 
 
 def only_address() -> str:
-    """Return this machine's IPv4 address besides loopback; raise ``PlanError`` if it has none or several."""
+    """Return this machine's IPv4 address other than loopback; raise ``PlanError`` if it has none or several."""
     found = {name: address for name, address in addresses().items() if not address.startswith("127.")}
     if len(found) == 1:
         return next(iter(found.values()))

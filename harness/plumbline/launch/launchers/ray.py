@@ -1,8 +1,8 @@
-"""The nodes of a cell are nodes of a Ray cluster: that of RAY_ADDRESS, or one that is started here for each pool.
+"""The nodes of a cell are nodes of a Ray cluster: the cluster at RAY_ADDRESS, or one that each pool starts here.
 
 Each pool has a driver of Ray (``plumbline.launch.remote.ray_nodes``), in a separate process because Ray's client starts
-threads and handles signals. Ray starts a fork server on each node, or on other nodes after one was lost. Ranks keep
-what Ray set for their node, such as its devices.
+threads and handles signals. Ray starts a fork server on each node, and uses other nodes after one was lost. Ranks keep
+the variables that Ray sets for their node, such as its visible devices.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class RayLauncher(Launcher):
         self._started: set[str] = set()
 
     def pool(self, locator: str, python: str | None) -> RemotePool:
-        """Return a pool over all nodes. If it replaces a lost pool, it waits until enough nodes are back."""
+        """Return a pool over all nodes. A pool that replaces a lost one waits until enough nodes are back."""
         groups = 0 if locator in self._started else self._groups
         self._started.add(locator)
         request = [*self._request, "--groups", str(groups)]
@@ -63,9 +63,10 @@ class RayLauncher(Launcher):
 
 
 class RayPool(RemotePool):
-    """Launches ranks of one subject on ``nodes`` nodes of the Ray cluster at ``cluster``, or of its own if None.
+    """Launches ranks of one subject on ``nodes`` nodes of a Ray cluster.
 
-    ``request`` has the driver's options for the nodes, which reach this process at ``address``.
+    ``cluster`` is the cluster's address; if None, the pool starts its own. ``request`` has the driver's options for the
+    nodes. The nodes reach this process at ``address``.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class RayPool(RemotePool):
         super().__init__(locator, nodes, start_commands, (address, 0), notify=notify, token_on_stdin=True)
 
     def close(self) -> None:
-        """End the servers and the driver, and a cluster that was started for this pool."""
+        """End the servers, the driver, and the cluster if this pool started it."""
         super().close()
         if self._scratch:
             self._scratch.leave(remove=True)
@@ -98,7 +99,7 @@ class RayPool(RemotePool):
 
 
 def find_cluster(address: str) -> tuple[str | None, str]:
-    """Return the address of the cluster's head, None if pools start clusters, and this machine's for its nodes."""
+    """Return the address of the cluster's head (None if pools start clusters), and this machine's for the nodes."""
     if not address:
         return None, loopback()
     host, _, port = address.rpartition(":")

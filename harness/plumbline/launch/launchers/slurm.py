@@ -1,7 +1,7 @@
 """The nodes of a cell are the nodes of the SLURM job that this process runs in.
 
 For each pool, one step of srun starts a fork server on each node. Ranks get the variables that srun would set with one
-task per rank, and keep what SLURM set for their node, such as its devices.
+task per rank, and keep the other variables that SLURM sets for their node, such as its visible devices.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SlurmLauncher(Launcher):
 
 
 class SlurmPool(RemotePool):
-    """Launches ranks of one subject on the nodes of this job; they reach this machine at ``address``."""
+    """Launches ranks of one subject on the nodes of this job. The nodes reach this machine at ``address``."""
 
     def __init__(self, locator: str, python: str | None, nodes: int, address: str, notify: Notify = ignore) -> None:
         def start_commands(port: int) -> list[list[str]]:
@@ -53,8 +53,8 @@ class SlurmPool(RemotePool):
         """Wait for the end of a launch, as every pool does.
 
         Raises:
-            KeyboardInterrupt: SLURM is ending the job (cancelled, preempted, out of time, a failed node), so the end of
-                the launch says nothing about the trainer.
+            KeyboardInterrupt: SLURM is ending the job (cancelled, preempted, out of time, a failed node), so the way in
+                which the launch ended says nothing about the trainer.
             LaunchError: The server of a node is gone.
         """
         try:
@@ -128,7 +128,7 @@ def stop_with_the_job() -> None:
 
 
 def srun(locator: str, python: str, nodes: int, launcher: str) -> list[str]:
-    """Return the command that starts a fork server on each node; it connects to ``launcher``.
+    """Return the command that starts a fork server on each node. The servers connect to ``launcher``.
 
     ``--overlap``: the pools of several subjects share the nodes.
     """
@@ -141,7 +141,7 @@ def srun(locator: str, python: str, nodes: int, launcher: str) -> list[str]:
 
 
 def address_towards(hosts: Iterable[str]) -> str:
-    """Return the address from which this machine reaches all ``hosts``, which are names or addresses."""
+    """Return the address from which this machine reaches all ``hosts`` (names or addresses)."""
     found: dict[str, str] = {}
     for host in hosts:
         try:

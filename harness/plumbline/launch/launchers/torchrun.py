@@ -1,8 +1,8 @@
-"""The nodes of a cell are started by torchrun, here or by hand, and meet by its c10d rendezvous.
+"""Torchrun starts the nodes of a cell, here or by hand. They meet in its c10d rendezvous.
 
-For each pool, torchrun starts one process per node: the node's fork server. Ranks are forked from it, because a process
-per rank would import torch for every rank of every cell: 11 s instead of 0.35 s for eight ranks on two cores. Ranks get
-the variables that torchrun would set for them, and inherit its own (``TORCHELASTIC_…``).
+For each pool, torchrun starts one process per node: the node's fork server, which forks the ranks. If torchrun started
+the ranks itself, every rank of every cell would import torch: 11 s instead of 0.35 s for eight ranks on two cores.
+Ranks get the variables that torchrun would set for them, and inherit its own (``TORCHELASTIC_…``).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from plumbline.worker.node_server import TOKEN
 from plumbline.worker.scratch import RUN, Scratch
 
 _RESTARTS = 3
-"""The number of times that a torchrun which was started by hand may restart a node's lost server."""
+"""How many times a torchrun that was started by hand may restart a node's lost server."""
 
 
 class TorchrunLauncher(Launcher):
-    """Starts a torchrun for each node here or, with --rendezvous, waits for those that the user starts."""
+    """Starts a torchrun for each node here or, with --rendezvous, waits for nodes that the user starts."""
 
     own_options = frozenset({"rendezvous"})
 
@@ -65,12 +65,12 @@ class _TorchrunRanks(RemotePool):
 
 
 class TorchrunPool(_TorchrunRanks):
-    """Launches ranks of one subject on ``nodes`` nodes that are all this machine, with a torchrun for each."""
+    """Launches ranks of one subject on ``nodes`` nodes simulated on this machine, with a torchrun for each."""
 
     def __init__(self, locator: str, python: str | None, nodes: int, notify: Notify = ignore) -> None:
         # This process serves the store, so that no other process can take the port before the first agent uses it.
         self._store = new_store(this_machine.loopback())
-        # Otherwise each agent creates a folder for its logs, and does not remove it.
+        # Without this folder, each agent would create one for its logs, and would not remove it.
         logs = Scratch.new(RUN)
         self._logs: Scratch | None = logs
         agent = [python or sys.executable, "-m", "torch.distributed.run", *rendezvous(nodes, self._store)]
@@ -94,7 +94,8 @@ class TorchrunPool(_TorchrunRanks):
 class TorchrunByHandPool(_TorchrunRanks):
     """Launches ranks of one subject on nodes that the user starts; ``notify`` shows the command.
 
-    ``store`` is that of torchrun's rendezvous. It outlives the pool, so that nodes whose server was lost come back.
+    ``store`` is the store of torchrun's rendezvous. It outlives the pool, so that nodes can come back after their
+    server was lost.
     """
 
     def __init__(

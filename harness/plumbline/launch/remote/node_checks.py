@@ -21,20 +21,20 @@ _DESCRIPTION: dict[str, Any] = {
     "servers": (int, type(None)),
     "at": float,
 }
-"""The fields of a node's greeting to the launcher."""
+"""The fields of a node's greeting to the launcher, with their types."""
 
 _MOST_PAIRS = 4
-"""The number of pairs of nodes that a message names; it counts the others."""
+"""The largest number of pairs of nodes that a message names. It only counts the others."""
 
 
 @dataclass(frozen=True)
 class Node:
     """One node, as it describes itself.
 
-    ``launcher`` is the address at which it reached this process. Other nodes reach its ranks by ``interface``, at
-    ``address``; ``chosen``: the user named that interface. ``nodes`` and ``servers`` are the numbers of nodes, and of
-    servers on this node, as torchrun or SLURM has set them, None if unknown. ``clock_offset`` is how far this process's
-    monotonic clock is ahead of the node's, in seconds.
+    ``launcher`` is the address at which the node reached this process. Other nodes reach its ranks through
+    ``interface``, at ``address``; ``chosen`` says whether the user named that interface. ``nodes`` is the number of
+    nodes, and ``servers`` the number of servers on this node, as set by torchrun or SLURM; None if unknown.
+    ``clock_offset`` is how far this process's monotonic clock is ahead of the node's, in seconds.
     """
 
     number: int
@@ -71,7 +71,7 @@ class Node:
 
 
 def why_not(node: Node, count: int, present: Mapping[int, Node]) -> str | None:
-    """Return why a node cannot be one of ``count``, some of which are ``present``; None if it can."""
+    """Return why ``node`` cannot join as one of ``count`` nodes, of which ``present`` have joined; None if it can."""
     if node.servers not in (None, 1):
         return (
             f"{node.host}: {node.servers} processes were started there (LOCAL_WORLD_SIZE), but Plumbline needs one, "
@@ -98,7 +98,7 @@ def why_not(node: Node, count: int, present: Mapping[int, Node]) -> str | None:
 
 
 def differing(nodes: Sequence[Node]) -> str | None:
-    """Return which two nodes have different software, if any."""
+    """Return which two nodes have different versions of torch or Python, if any."""
     for node in nodes[1:]:
         both = [(one.software["torch"], one.software["python"]) for one in (nodes[0], node)]
         if both[0] != both[1]:
@@ -111,7 +111,7 @@ def differing(nodes: Sequence[Node]) -> str | None:
 
 
 def other_plumbline(nodes: Sequence[Node], here: str) -> str | None:
-    """Return which node, if any, has a Plumbline whose hash differs from this process's, ``here``."""
+    """Return which node, if any, has a Plumbline whose hash differs from ``here``, the hash of this process's."""
     for node in nodes:
         if node.software["plumbline"] != here:
             return (
@@ -134,7 +134,7 @@ def too_few_devices(nodes: Sequence[Node], accelerator: str, wanted: int) -> str
 
 
 def cut_off(nodes: Mapping[int, Node], failed: Collection[tuple[int, int, str]]) -> str | None:
-    """Return which nodes cannot reach which others, if any; ``failed`` has triples of who, whom and why."""
+    """Return which nodes cannot reach which others, if any. ``failed`` has triples of source, target and reason."""
     if not failed:
         return None
     pairs = [f"{nodes[who].host} cannot reach {nodes[whom].place}: {why}" for who, whom, why in sorted(failed)]

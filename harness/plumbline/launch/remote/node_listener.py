@@ -1,4 +1,4 @@
-"""Where a launcher accepts its nodes, in parallel: they prove that they know the token, and describe themselves."""
+"""Accepts the nodes of a launcher in parallel. They prove that they know the token, and describe themselves."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from plumbline.worker.authenticated_channel import (
 from plumbline.worker.node_server import TOKEN, enable_keepalive
 
 MOST_GREETINGS = 256
-"""Connections that are greeted at the same time. One more ends the oldest. A process may have more files open."""
+"""Largest number of unfinished greetings. A further connection ends the oldest. More open files are allowed."""
 
 _CHUNK = 1 << 13
 
@@ -78,14 +78,14 @@ class NodeListener:
 
     @property
     def refusals(self) -> str:
-        """The number of rejected connections, and why the last one was rejected; "" without any."""
+        """The number of rejected connections, and why the last one was rejected; "" if there is none."""
         connections = "connection was" if self._refused == 1 else "connections were"
         return (
             f"{self._refused} {connections} rejected, the last one from {self._last_refusal}" if self._refused else ""
         )
 
     def receive(self, count: int, processes: NodeProcesses, wait: StartWait) -> list[tuple[Node, AuthenticatedChannel]]:
-        """Wait for ``count`` nodes, then accept no more; return each with its channel, in their order."""
+        """Wait for ``count`` nodes, then accept no more. Return the nodes in order, each with its channel."""
         here: dict[int, tuple[Node, AuthenticatedChannel]] = {}
         try:
             while len(here) < count:
@@ -124,7 +124,7 @@ class NodeListener:
 
     def _serve(self) -> None:
         while True:
-            # A little longer, so that the deadline has passed afterwards.
+            # Wait a little longer, so that the deadline has passed afterwards.
             ends = next((waiting.deadline for waiting in self._waiting.values()), None)
             ready = self._selector.select(None if ends is None else max(0.0, ends - time.monotonic()) + 0.01)
             for key, _ in ready:
@@ -133,7 +133,7 @@ class NodeListener:
                     return
                 if key.fileobj is self._listener:
                     self._accept()
-                elif key.fileobj in self._waiting:  # otherwise it was rejected in favour of another one
+                elif key.fileobj in self._waiting:  # otherwise it was rejected in favour of a newer one
                     assert isinstance(key.fileobj, socket.socket)
                     self._read(key.fileobj)
             self._refuse_late(time.monotonic())
@@ -141,7 +141,7 @@ class NodeListener:
     def _accept(self) -> None:
         try:
             connection, place = self._listener.accept()
-        except OSError:  # it has closed again, or this process has too many open files
+        except OSError:  # the connection has closed again, or this process has too many open files
             time.sleep(0.01)
             return
         connection.setblocking(False)

@@ -1,4 +1,4 @@
-"""The local processes that start the servers of nodes, with their output. They end together with the servers."""
+"""The local processes that start the nodes' servers, and their output. They end together with the servers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ _END_TIMEOUT_S = 30.0
 
 
 class NodeProcesses:
-    """Runs ``commands`` until their nodes have ended. There are none if the user starts the nodes.
+    """Runs ``commands`` until their nodes have ended. If the user starts the nodes, there are no commands.
 
-    Each reads the secret ``told`` from standard input, which, unlike variables and arguments, ssh encrypts.
+    Each command reads the secret ``told`` from standard input, which ssh encrypts. By default, ssh forwards no
+    variables, and other users can see a command's arguments.
 
     Raises:
         LaunchError: A command cannot be run.
@@ -44,7 +45,7 @@ class NodeProcesses:
                 raise LaunchError(f"the nodes cannot be started: {error}") from error
             self._running.append(started)
             assert started.stdin is not None
-            with suppress(BrokenPipeError):  # its end is reported when its node does not connect
+            with suppress(BrokenPipeError):  # reported later, when the node of this command does not connect
                 started.stdin.write(told.encode())
                 started.stdin.flush()
             with suppress(BrokenPipeError):
@@ -52,7 +53,7 @@ class NodeProcesses:
 
     @property
     def ended(self) -> str | None:
-        """Which of the commands has ended, and how, if any."""
+        """Which command has ended, and how; None if none has ended."""
         for process in self._running:
             if process.poll() is not None:
                 return f"{_program(process)} ended with exit code {process.returncode}"
@@ -60,7 +61,7 @@ class NodeProcesses:
 
     @property
     def output(self) -> str:
-        """The last output of the commands and their nodes; without any, what they are doing."""
+        """The last output of the commands and their nodes. If there is none, a sentence about the commands."""
         size = os.fstat(self._errors).st_size
         printed = os.pread(self._errors, 2000, max(0, size - 2000)).decode(errors="replace").strip()
         if printed:

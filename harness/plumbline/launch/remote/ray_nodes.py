@@ -1,8 +1,8 @@
-"""The driver of a pool on Ray: it lets Ray start a server on each node, and ends when they have ended.
+"""The driver of a pool on Ray: it lets Ray start a server on each node, and ends when all servers have ended.
 
-It is run by its path, like srun for SLURM. When it ends, in whatever way, Ray frees its resources. The Python of Ray's
-nodes need not have Plumbline: the class ``NodeServer`` is sent there. Ray is imported late, because it reads its
-environment variables when it is imported.
+It is run by its path, as a command like srun for SLURM. However it ends, Ray frees its resources. The Python of Ray's
+nodes need not have Plumbline, because the driver sends them the class ``NodeServer``. Ray is imported late, because it
+reads its environment variables on import.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ END_TIMEOUT_S = 2.0
 """Time for the other servers to end their ranks when one has ended badly."""
 
 _MOST_NODES = 8
-"""The number of nodes of a cluster that a message names; it counts the others."""
+"""The largest number of a cluster's nodes that a message names. It only counts the others."""
 
 
 class NodeServer:
     """An actor that holds a node's resources and runs its server."""
 
     def run(self, command: Sequence[str], folder: str, environment: Mapping[str, str], told: str) -> str:
-        """Run the server, which reads ``told``, until it ends; return what went wrong, or ""."""
+        """Run the server until it ends. It reads ``told`` from standard input. Return what went wrong, or ""."""
         with tempfile.TemporaryFile() as output:
             try:
                 server = subprocess.Popen(
@@ -45,7 +45,8 @@ class NodeServer:
             assert server.stdin is not None
             with suppress(BrokenPipeError), server.stdin:  # its end is reported below
                 server.stdin.write(told.encode())
-            # When this process ends, also if it is killed, the pipe closes, and the server ends its ranks.
+            # When this process ends, even if it is killed, the pipe closes: the watcher then terminates the server,
+            # which ends its ranks.
             end = ["sh", "-c", 'read end; kill "$0"', str(server.pid)]
             with subprocess.Popen(end, stdin=subprocess.PIPE) as watcher:
                 code = server.wait()
@@ -58,7 +59,7 @@ class NodeServer:
 
 
 def main() -> None:
-    """Place the servers, start them, and wait for their end; exits with a message if something fails."""
+    """Place the servers, start them, and wait until they end. Exit with a message if something fails."""
     options = _options()
     secret = sys.stdin.readline()  # the servers get it as an argument of a call
     _connect(options)
@@ -67,7 +68,7 @@ def main() -> None:
 
     if options.groups and not options.temp_dir and (reason := too_small(ray.nodes(), options)):
         sys.exit(reason)
-    # A bundle never spans nodes. On a cluster started here, one node plays all.
+    # A bundle never spans nodes. A cluster started here has one node, which stands for all.
     strategy = "SPREAD" if options.temp_dir else "STRICT_SPREAD"
     group = placement_group([options.resources] * options.nodes, strategy=strategy)
     if not group.wait(options.timeout):
@@ -88,7 +89,7 @@ def _connect(options: argparse.Namespace) -> None:
     if options.temp_dir:
         # Ray listens on all interfaces. A secret keeps others from running code there.
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
-        # The priority of ranks with other launchers. Ray's default for its workers is a niceness of 15.
+        # Ranks get the same priority as with other launchers. Ray's workers have a niceness of 15 by default.
         os.environ.setdefault("RAY_worker_niceness", "0")
         resources = {name: count * options.nodes for name, count in options.resources.items()}
         given = {"address": "local", "_temp_dir": options.temp_dir, "include_dashboard": False}
@@ -155,7 +156,7 @@ def too_small(nodes: Sequence[Mapping[str, Any]], options: argparse.Namespace) -
 
 def room_for(fits: Sequence[int], nodes: int) -> int:
     """Return how many groups of ``nodes`` different nodes are possible; ``fits`` has each node's number of places."""
-    # N groups are possible if the nodes fill N * ``nodes`` places, where a node fills at most one place of each group.
+    # N groups are possible if the nodes can fill N * ``nodes`` places, at most one place per group each.
     return max(groups for groups in range(sum(fits) + 1) if sum(min(fit, groups) for fit in fits) >= groups * nodes)
 
 

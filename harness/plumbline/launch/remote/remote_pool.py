@@ -1,4 +1,4 @@
-"""A warm pool over several nodes. The fork server of each node connects back to this process."""
+"""A warm pool over several nodes. Each node's fork server connects back to this process."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from plumbline.worker.authenticated_channel import AuthenticatedChannel
 from plumbline.worker.node_server import KEEPALIVE_TIMEOUT_S, TOKEN, package_hash
 
 PROBE_TIMEOUT_S = 10.0
-"""Time in which each node must reach every other, before the first cell. The kernel makes four attempts in it."""
+"""Time for each node to reach all others, before the first cell. It is enough for four attempts of the kernel."""
 
 _CUT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
-"""Errors of a connection whose other end disappeared without closing it."""
+"""Errors of a connection whose peer disappeared without closing it."""
 
 
 class RemotePool(Pool):
     """Launches ranks of one subject on ``nodes`` nodes.
 
-    ``start_commands`` returns the commands that start the nodes' fork servers, for the port that this process listens
-    on; they end together with the servers. There are none if the user starts the nodes. This process listens at
-    ``place``, and shares the secret ``token`` (None: a random one) with its nodes. They read it from their environment
-    or, with ``token_on_stdin``, from standard input.
+    ``start_commands`` gets the port that this process listens on, and returns the commands that start the nodes' fork
+    servers; there are none if the user starts the nodes. The commands end together with the servers. This process
+    listens at ``place``, and shares the secret ``token`` (None: a random one) with its nodes. They read it from their
+    environment or, with ``token_on_stdin``, from standard input.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class RemotePool(Pool):
 
     @property
     def listens_on(self) -> str:
-        """The address at which nodes reach this process, and their ranks the rendezvous store."""
+        """The address at which nodes reach this process, and ranks reach the rendezvous store."""
         return self._address
 
     @property
     def subjects(self) -> list[dict[str, Any]]:
-        """The declarations of the subjects behind the locator; waits for every node to be warm."""
+        """The declarations of the subjects that the locator names. Waits until every node is warm."""
         if self._subjects is None:
             try:
                 self._subjects = self._warm_up()
@@ -124,7 +124,7 @@ class RemotePool(Pool):
         return list(ready[0]["subjects"])
 
     def _check_connectivity(self) -> None:
-        """Raise ``LaunchError`` if a node cannot reach another one, as their ranks will have to."""
+        """Raise ``LaunchError`` if a node cannot reach another one. Their ranks will have to."""
         for number in self._channels:
             self._write(number, {"command": "listen", "address": self._nodes[number].address})
         ports = {number: event["port"] for number, event in self._answers("listens", "listen").items()}
@@ -164,22 +164,22 @@ class RemotePool(Pool):
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The host names of the nodes; waits for the nodes to be warm."""
+        """The host names of the nodes. Waits until every node is warm."""
         assert self.subjects
         return tuple(node.host for node in self.nodes)
 
     def variables(self, cell: Cell, rank: int, oversubscribe: bool) -> dict[str, str]:
-        """Return launcher-specific environment variables of a rank, besides torchrun's.
+        """Return launcher-specific environment variables of a rank, in addition to torchrun's.
 
-        Ranks meet at the launcher, at the address at which their node reached it. gloo uses the interface that leads
-        there, unless the user named one.
+        Ranks meet at the launcher, at the address at which their node reached it. Gloo uses the interface that leads
+        there, unless the user named another one.
         """
         assert self.subjects
         node = self._nodes[rank // cell.contract.processes_per_node(cell.topology)]
         return {**ELASTIC, "MASTER_ADDR": node.launcher, "GLOO_SOCKET_IFNAME": node.interface}
 
     def meeting_point(self) -> dict[str, str]:
-        """Return torchrun's variables for the rendezvous, on the first node, of ranks that a subject starts itself."""
+        """Return torchrun's variables for ranks that a subject starts itself. They meet on the first node."""
         assert self.subjects
         self._write(0, {"command": "port"})
         wait = StartWait(self._processes.cpu_seconds, self._notify)
@@ -200,7 +200,8 @@ class RemotePool(Pool):
     def close(self) -> None:
         """End the servers of all nodes with their ranks, and the commands that started them.
 
-        If a server was lost, the others are not told to end: a torchrun that the user started may restart them.
+        If a server was lost, the other servers are not told to end for good, because a torchrun that the user started
+        can restart them.
         """
         self._listener.close()
         if self._subjects is not None and self._listener.refusals and self._channels:
@@ -212,7 +213,7 @@ class RemotePool(Pool):
             self._channels.pop(number).close()
         self._launched = {}
         self._broken = True
-        # Servers end when their connection closes. If none has connected, there is nothing to wait for.
+        # Servers end when their connection closes. If the nodes were never warm, there is nothing to wait for.
         self._processes.close(EXIT_GRACE_S if self._subjects is not None else 0)
 
     def _send(self, command: dict[str, Any]) -> None:
@@ -259,7 +260,7 @@ class RemotePool(Pool):
             self._queue.append({**event, "node": number, "at": event["at"] + self._nodes[number].clock_offset})
 
     def _fail(self, number: int, error: OSError) -> None:
-        """Report ranks as ended if the network was cut while they trained."""
+        """Report a node's ranks as ended if the network was cut while they trained; otherwise, the node is lost."""
         if error.errno not in _CUT or not self._launched.get(number):
             raise self._lost_node(number, str(error)) from error
         why = (

@@ -1,4 +1,4 @@
-"""Probes of Python, torch, trainers and devices, and of processes of this machine that communicate."""
+"""Probes of Python, torch, trainers and devices, and of communication between processes of this machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What a probe ``found``, and ``advice`` if something is wrong. ``is_note``: runs are possible all the same."""
+    """What a probe ``found``, with ``advice`` if something is wrong. ``is_note``: runs are possible nevertheless."""
 
     found: str
     advice: str | None = None
@@ -36,14 +36,14 @@ class ProbeResult:
 
 
 TRAINING_LIMIT_S = 10.0
-"""Time limit of two ranks that train together, on a machine that starts the fork server at once."""
+"""Time limit for training on two ranks, before it is extended for a slow machine."""
 
 START_TIMES = 4  # the limit grows by this many times the start-up time of the fork server, for slow or busy machines
 FEWEST_PORTS = 1000
 
 
 def ranks() -> Iterator[ProbeResult]:
-    """Train the smallest cell on two ranks, over gloo and over the devices' backend, and judge what they averaged."""
+    """Train the smallest cell on two ranks, over gloo and over the devices' backend, and judge the traces."""
     from plumbline.devices.counting import available
     from plumbline.launch.pool import Pool
 
@@ -221,7 +221,7 @@ def link_kinds(matrix: str) -> dict[str, int]:
     plain = re.sub(r"\x1b\[[0-9;]*m", "", matrix)
     # The header row is indented, and NICs have rows of their own.
     gpus = [line.split() for line in plain.splitlines() if re.match(r"GPU\d+\s", line)]
-    # The matrix is symmetric: each row counts from its diagonal on.
+    # The matrix is symmetric: count only the entries to the right of the diagonal.
     links_to_later = (row[place + 2 : len(gpus) + 1] for place, row in enumerate(gpus))
     return dict(Counter(kind for row in links_to_later for kind in row))
 

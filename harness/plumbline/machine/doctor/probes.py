@@ -1,4 +1,4 @@
-"""All probes of this machine by name, those of what a run may use of it, and a function that runs them in parallel."""
+"""All probes by name, the probes of this machine's resources, and a function that runs all probes in parallel."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ Probe = Callable[[], Iterator[ProbeResult]]
 
 
 def probes(report_dir: Path) -> dict[str, Probe]:
-    """Return the probes by name, in the order of their results. The load is measured now, before any of them runs."""
+    """Return the probes by name, in the order of their results. The load is measured now, before any probe runs."""
     measured = load()
     return {
         "load": lambda: iter([measured]),
@@ -166,10 +166,10 @@ def probes(report_dir: Path) -> dict[str, Probe]:
 def run_probes(
     named: Mapping[str, Probe], quiet: float = IDLE_LIMIT_S, longest: float = TOTAL_LIMIT_S
 ) -> Iterator[tuple[str, ProbeResult]]:
-    """Run all probes at once; yield their results with their names, in order, as they arrive.
+    """Run all probes at once. Yield their results in order, with the names of the probes, as they arrive.
 
-    A probe that raises yields a result with the error. A probe hangs if it has no result while all probes together
-    have used no CPU time for ``quiet`` seconds. After ``longest`` seconds, no probe is waited for.
+    If a probe raises, the error becomes a result. A probe counts as hung if it has no result while all probes together
+    have used no CPU time for ``quiet`` seconds. After ``longest`` seconds, this function no longer waits for results.
     """
     activity = _Activity()
     for name, results in [(name, _start(probe)) for name, probe in named.items()]:
@@ -201,7 +201,7 @@ class _Activity:
 
     def idle(self) -> float:
         used = cpu_seconds_of_others()
-        if abs(used - self._used) > _LEAST_WORK_S:  # it is less where a process has ended
+        if abs(used - self._used) > _LEAST_WORK_S:  # it decreases when a process ends
             self._used, self._since = used, time.monotonic()
         return time.monotonic() - self._since
 
@@ -213,7 +213,7 @@ def _start(probe: Probe) -> queue.SimpleQueue[ProbeResult | None]:
         try:
             for result in probe():
                 results.put(result)
-        except Exception as error:  # whatever is wrong with the machine, the other probes go on
+        except Exception as error:  # the other probes go on, whatever is wrong with the machine
             results.put(
                 ProbeResult(f"the probe failed ({type(error).__name__}: {error})", "check what the error names")
             )

@@ -1,1 +1,1 @@
-"""Two runs, or the parts of one, compared: outcomes first, then figures. Pure: nothing is started here."""
+"""Compares two runs, or the cells of one run: outcomes first, then figures. Nothing is launched here."""

@@ -1,4 +1,4 @@
-"""Which cells of two sides are compared, and whether their figures may be: two runs, or the cells of one run."""
+"""Pairs the cells of two runs, or of one run, and finds what makes their figures incomparable."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from plumbline.results.run import Run
 
 @dataclass(frozen=True)
 class CellRecords:
-    """All records of one cell in a run; ``cut_short``: it was being written when the run broke off."""
+    """All records of one cell in a run. ``cut_short``: the run broke off while this cell was being written."""
 
     results: tuple[Result, ...] = ()
     measurements: tuple[Measurement, ...] = ()
@@ -26,7 +26,7 @@ class CellRecords:
 
 @dataclass(frozen=True)
 class CellPair:
-    """Two cells that share ``cell``, and in a run differ in ``versus`` (``dp → ddp``); None: there is no such cell."""
+    """Two cells to compare. Cells of one run differ in ``versus`` (``dp → ddp``). A missing cell is None."""
 
     cell: str
     versus: str
@@ -43,14 +43,17 @@ class Alignment:
 
 
 DIMENSIONS: Final = ("backend", "precision", "gpus", "subject")
-"""In what the cells of one run may differ to be compared."""
+"""The dimensions by which cells of one run can be compared."""
 
 _PLACE: Final = ("subject", "workload", "backend", "topology", "precision")
-"""What two cells of two runs share. A simulated run can be compared with a real one, so no accelerator."""
+"""What two cells of two runs share. The accelerator can differ: a simulated run can be compared with a real one."""
 
 
 def align_runs(a: Run, b: Run) -> Alignment:
-    """Pair the cells of two runs, subjects by name, or by position where each run has one; or raise ``UsageError``."""
+    """Pair the cells of two runs. Subjects match by name, or by position if each run has only one.
+
+    Raise ``UsageError`` if a run has no cells, or the runs have no subject in common.
+    """
     sides = {"A": cell_records(a), "B": cell_records(b)}
     for run, cells in zip((a, b), sides.values(), strict=True):
         if cells.empty:
@@ -74,9 +77,9 @@ def align_runs(a: Run, b: Run) -> Alignment:
 def align_within(run: Run, by: str) -> Alignment:
     """Pair cells of one run that differ only in ``by``, one of ``DIMENSIONS``, with the first of them.
 
-    The first value is the first in the run's plan; of gpus it is the smallest; ``auto``, which lets the trainer choose
-    a backend, comes last. Where a group of cells lacks the first value, the next one is the baseline. Without any pair
-    it raises ``UsageError``.
+    Values are ordered as in the run's plan, except that ``gpus`` are ordered by number, and the backend ``auto``, which
+    lets the trainer choose one, comes last. If a group of cells lacks the first value, the next one is the baseline.
+    Raise ``UsageError`` if there is no pair.
     """
     cells = cell_records(run)
     values = list(cells[by].unique())
@@ -173,7 +176,7 @@ def _joined(values: Iterable[str]) -> str | None:
 
 
 def definitions_differ(a: Measurement, b: Measurement, *, one_run: bool) -> tuple[Difference, ...]:
-    """Return what makes figures incomparable: another definition of the metric, or, of two runs, of the workload."""
+    """Return what makes two figures incomparable: definitions of the metric, or of two runs' workload, that differ."""
     names = ("unit", "better") if one_run else ("workload_key", "unit", "better")
     return _unequal({name: getattr(a, name) for name in names}, {name: getattr(b, name) for name in names})
 

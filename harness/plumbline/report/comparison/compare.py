@@ -1,4 +1,4 @@
-"""A whole comparison, of two runs or of the cells of one: outcomes, figures, and what a CI job may fail on."""
+"""A whole comparison of two runs, or of the cells of one: outcomes, figures, and conditions that fail a CI job."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class OutcomeKind(str, Enum):
 
 
 class Level(IntEnum):
-    """How far an outcome is from that of one device."""
+    """How far a cell is from matching one device."""
 
     PASSED = 0
     DEVIATES = 1
@@ -46,7 +46,7 @@ class Level(IntEnum):
 
 @dataclass(frozen=True)
 class CellEnd:
-    """How a cell ended, in one word. ``level`` is None without an outcome; ``wrong`` are its bad checks."""
+    """How a cell ended, in one word. ``level`` is None if nothing was judged; ``wrong`` are its bad checks."""
 
     word: str
     level: Level | None
@@ -59,7 +59,7 @@ class CellEnd:
 
 @dataclass(frozen=True)
 class OutcomeChange:
-    """A cell with another outcome in B than in A. ``worse``: it needs attention."""
+    """A cell whose outcome differs between A and B. ``worse``: it needs attention."""
 
     kind: OutcomeKind
     worse: bool
@@ -70,7 +70,7 @@ class OutcomeChange:
 
 
 def cell_end(cell: alignment.CellRecords | None) -> CellEnd:
-    """Return how a cell ended: missing if its run broke off while it was written, measured if it has figures."""
+    """Return how a cell ended: missing if its run broke off while writing it, measured if it has figures."""
     if cell is None:
         return CellEnd(ABSENT, None)
     end = ending(cell.results) if cell.results else None
@@ -89,7 +89,7 @@ def cell_end(cell: alignment.CellRecords | None) -> CellEnd:
 
 
 def outcome_changes(pairs: Iterable[alignment.CellPair]) -> tuple[OutcomeChange, ...]:
-    """Return every cell with another outcome in B than in A, or with fewer metrics, the worst first."""
+    """Return every cell whose outcome differs between A and B, or that has fewer metrics in B, worst first."""
     found = [change for pair in pairs for change in (_ends(pair), _measured_less(pair)) if change]
     return tuple(sorted(found, key=lambda change: (list(OutcomeKind).index(change.kind), not change.worse)))
 
@@ -125,16 +125,16 @@ def _measured_less(pair: alignment.CellPair) -> OutcomeChange | None:
 
 
 IN_TURNS: Final = "in_turns"
-"""The option in a run's header that two interleaved runs share: an equal value means that their rounds are pairs."""
+"""The header option that interleaved runs share. If two runs have the same value, their rounds are pairs."""
 
 
 @dataclass(frozen=True)
 class Comparison:
     """What changed from A to B; ``outcomes`` and ``figures`` are sorted worst first.
 
-    ``runs`` are the ids of two runs, or of the one whose cells that differ in ``by`` are compared. ``turns``: the
-    launches of both sides alternated. ``as_before``: the number of cells with the same outcome. Differences of
-    ``machine`` make figures incomparable, those of ``software`` do not. ``incomplete`` has a sentence for each
+    ``runs`` has the ids of two runs, or the id of the one run whose cells are compared by ``by``. ``turns``: the
+    launches of both sides alternated. ``as_before``: the number of cells with the same outcome. Differences in
+    ``machine`` make figures incomparable, differences in ``software`` do not. ``incomplete`` has a sentence for each
     incomplete run.
     """
 
@@ -158,7 +158,7 @@ class Comparison:
 
 
 def compare_runs(a: Run, b: Run, effect: float = MINIMUM_EFFECT) -> Comparison:
-    """Compare run B with run A; raise ``UsageError`` where no cell of one corresponds to a cell of the other."""
+    """Compare run B with run A; raise ``UsageError`` if one has no cells, or they have no subject in common."""
     token = a.header.options.get(IN_TURNS)
     return _comparison(
         alignment.align_runs(a, b),
@@ -171,7 +171,7 @@ def compare_runs(a: Run, b: Run, effect: float = MINIMUM_EFFECT) -> Comparison:
 
 
 def compare_within(run: Run, by: str, effect: float = MINIMUM_EFFECT) -> Comparison:
-    """Compare cells that differ only in ``by`` with the first of them; raise ``UsageError`` where there are none."""
+    """Compare cells that differ only in ``by`` with the first of them; raise ``UsageError`` if there are none."""
     turns = run.header.options.get(IN_TURNS) is not None
     return _comparison(alignment.align_within(run, by), (run,), by=by, turns=turns, effect=effect)
 
@@ -262,7 +262,7 @@ GATES: Final[Mapping[str, FailureGate]] = {
         ),
     ),
 }
-"""The first that catches something sets the exit code. 2 and 4 are those of ``plumbline.core.errors``."""
+"""The first gate that catches something sets the exit code. ``plumbline.core.errors`` defines codes 2 and 4."""
 
 DEFAULT_GATES: Final = ("outcome", "regression", "incomplete")
 

@@ -18,8 +18,8 @@ A machine that drifts by more than δ between two runs is still reported as a ch
 **Many figures.** A comparison of 300 figures must not report ``worse`` when nothing changed. The procedure of
 Benjamini and Hochberg (1995) over all figures limits that to 5 % of comparisons; where something did change, at most
 5 % of the reported figures are wrong, on average, and a real regression, which usually shows in several figures, is
-found more often than with a family-wise bound. Figures that are correlated, as step time and throughput are, do no
-harm (Benjamini and Yekutieli, 2001, prove it for one-sided tests; ``tests/comparison/test_significance.py`` measures it
+found more often than with a family-wise bound. Correlated figures, such as step time and throughput, do no harm
+(Benjamini and Yekutieli, 2001, prove it for one-sided tests; ``tests/comparison/test_significance.py`` measures it
 here). ``same`` needs no correction: "nothing changed" is wrong if one figure changed, and that figure is called the
 same in at most 2.5 % of cases, whatever the others are (an intersection-union test: Berger, 1982). The intervals shown
 are those of single figures at 95 %, so one in twenty misses.
@@ -69,7 +69,7 @@ RATIO: Final = ChangeScale("%", math.log, math.exp, math.expm1, math.log1p, posi
 # A share of a step: one point of it is one per cent of the step.
 POINTS: Final = ChangeScale("points", float, float, float, float)
 
-# One more event in every launch is a change, however few there are; half an event separates that from none.
+# One more event in every launch is a change, however few events there are; half an event separates it from none.
 COUNTS: Final = ChangeScale("", float, float, float, lambda effect: 0.5)
 
 
@@ -109,7 +109,7 @@ class FigureDifference:
         return -self.least < low and high < self.least
 
     def enough(self, launches: int) -> int | None:
-        """Return how many launches a side would show with a power of 80 % that nothing changed; None: too many."""
+        """Return how many launches per side would show, with a power of 80 %, that nothing changed; None: too many."""
         errors = float(ndtri((1 + CONFIDENCE) / 2) + ndtri(0.9))  # half an interval, and its centre
         times = errors * self.estimate.error / self.least
         needed = launches * times * times  # multiplied, because a power raises OverflowError
@@ -152,9 +152,9 @@ class FigureChange:
     ``a`` and ``b`` are in ``unit``: the mean over launches, a geometric mean where changes are ratios; without an
     estimate they are the figures that the runs recorded. ``change``, with its 95 % confidence interval from ``low`` to
     ``high``, is in ``change_unit``: a fraction of A for ``%``, else a difference. ``harm`` is the change in multiples
-    of the minimum effect, positive for the worse; None without an estimate, or where neither direction is better.
-    ``reason`` explains a missing verdict, or adds to one; it may be empty. ``enough`` is the approximate number of
-    launches a side that would give a verdict, where more launches would.
+    of the minimum effect, positive if it is worse; None without an estimate, or if neither direction is better.
+    ``reason`` explains a missing verdict, or adds to one; it can be empty. ``enough`` is the approximate number of
+    launches per side that would give a verdict, if more launches would.
     """
 
     cell: str
@@ -179,7 +179,7 @@ class FigureChange:
 def figure_changes(
     pairs: Iterable[CellPair], *, turns: bool, effect: float, comparable: bool
 ) -> tuple[FigureChange, ...]:
-    """Return every figure that both cells of a pair have, the worst first.
+    """Return every figure that both cells of a pair have, worst first.
 
     ``turns``: the launches of both sides alternated, so samples of equal index are pairs. ``effect`` is the minimum
     effect, 0.05 for 5 %. Not ``comparable``: the machines differ, and no figure is compared.
@@ -267,7 +267,7 @@ def _estimated(
     )
     figures = (change.a, change.b, change.change, change.low, change.high, change.harm)
     if not all(math.isfinite(figure) for figure in figures if figure is not None):
-        raise OverflowError  # as some of the arithmetic on numbers this large does by itself
+        raise OverflowError  # some arithmetic on numbers this large raises it by itself
     return change, case
 
 

@@ -1,4 +1,4 @@
-"""A comparison as text for a terminal, as GitHub Markdown, and as JSON: one function a format, all in ``FORMATS``."""
+"""A comparison as text for a terminal, as GitHub Markdown, and as JSON: one function per format, see ``FORMATS``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ARROWS = {"higher": " ↑", "lower": " ↓", None: ""}
 
 @dataclass(frozen=True)
 class FigureLine:
-    """One figure as text; or those of several ranks with the same verdict, represented by the worst."""
+    """One figure, or several with the same verdict, as text. The worst rank represents the others."""
 
     cell: str
     figure: str
@@ -186,7 +186,7 @@ _OUTCOME_COLUMNS: Final = ("Outcome", "Cell", "A", "B")
 
 
 def as_text(comparison: Comparison, width: int = NARROWEST, *, colour: bool = False) -> str:
-    """Return the comparison for a terminal, in lines of at most ``width``; 100 characters hold every figure whole."""
+    """Return the comparison for a terminal, in lines of at most ``width``; every figure fits into 100 characters."""
     return rendered(*_parts(comparison), width=width, colour=colour)
 
 
@@ -211,7 +211,7 @@ def as_markdown(comparison: Comparison) -> str:
 
 
 def as_json(comparison: Comparison, gates: Sequence[str], exit_code: int) -> str:
-    """Return the comparison as one object. ``gates`` are those that caught something. A missing number is null."""
+    """Return the comparison as one object. ``gates`` names those that caught something. A missing number is null."""
     fields: dict[str, Any] = asdict(comparison)
     for change in (*fields["outcomes"], *fields["figures"]):
         change.update({name: change[name].value for name in ("kind", "verdict") if name in change})

@@ -1,1 +1,1 @@
-"""A small site about many runs: what each cell and figure was, when it changed, and what else changed then."""
+"""A small site about many runs: the history of each cell and figure, and what else changed when it changed."""

@@ -1,4 +1,4 @@
-"""How each cell ended and each figure changed in run after run, and what else changed then: software, machine."""
+"""The history of each cell and figure over many runs, and what else changed when it changed: software, machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LONGEST_MESSAGE: Final = 600
 
 @dataclass(frozen=True)
 class CellEnd:
-    """How a cell ended: its outcome, the cause if one is known, and whether that needs action."""
+    """How a cell ended: its outcome, the cause if known, and whether it needs action."""
 
     outcome: str
     cause: str | None
@@ -43,7 +43,7 @@ class CellEnd:
 
 @dataclass(frozen=True)
 class Span:
-    """Runs in a row in which a cell ended in the same way; message and command are of the first one's first finding."""
+    """Consecutive runs in which a cell ended the same way; message and command are from the first finding."""
 
     end: CellEnd
     runs: tuple[Run, ...]
@@ -65,7 +65,7 @@ class CellHistory:
 
 
 def cell_histories(runs: Sequence[Run]) -> list[CellHistory]:
-    """Return the history of each cell with all of its findings, in the order of ``runs``, which are oldest first."""
+    """Return the history of each cell over ``runs``, oldest first. A run counts if it has all findings of the cell."""
     cells: dict[Coordinates, list[Span]] = {}
     names: dict[Coordinates, str] = {}
     for run in runs:
@@ -126,7 +126,7 @@ class FigureHistory:
 
 
 def figure_histories(runs: Sequence[Run]) -> list[FigureHistory]:
-    """Return the history of each figure that has a value, and its changes; all figures are one family of tests."""
+    """Return the history of each figure that has a value, with its changes. All figures are one family of tests."""
     found: dict[Key, list[tuple[Run, Measurement]]] = {}
     for run in runs:
         for one in run.measurements:
@@ -154,7 +154,7 @@ def _change(one: Measurement, point: ChangePoint) -> FigureChange:
 def _series(points: Sequence[tuple[Run, Measurement]]) -> Series:
     scale = scale_of(points[0][1].unit)
     if scale.positive and any(sample <= 0 for _, one in points for sample in one.samples):
-        return Series((), 0.0)  # it has no logarithm, and so no ratio
+        return Series((), 0.0)  # such a sample has no logarithm, so changes are no ratios
     runs = [[scale.onto(sample) for sample in one.samples] for _, one in points]
     return Series(runs, scale.least(MINIMUM_EFFECT))
 
@@ -164,14 +164,14 @@ PAGE = "report.html"
 
 @dataclass(frozen=True)
 class FoundRuns:
-    """Runs in the order in which they were started; ``unreadable`` has why others could not be read."""
+    """Runs in the order in which they were started. ``unreadable`` says why others could not be read."""
 
     runs: tuple[Run, ...]
     unreadable: tuple[str, ...] = ()
 
 
 def find_runs(folder: Path) -> FoundRuns:
-    """Return every run in ``folder`` or below it, each once; raise ``RunNotFound`` where none can be read."""
+    """Return every run in ``folder`` or below it, each once; raise ``RunNotFound`` if none can be read."""
     runs: dict[str, Run] = {}
     unreadable: list[str] = []
     for file in sorted(folder.glob(f"**/{RESULTS}")):
@@ -192,14 +192,14 @@ def find_runs(folder: Path) -> FoundRuns:
 
 
 def link_to(run: Run, site: Path, folder: Path) -> str | None:
-    """Return the relative address of a run's page; None where it would lead out of ``folder``, or is not there."""
+    """Return the relative address of a run's page; None if it would lead out of ``folder`` or there is no page."""
     page = run.path / PAGE
     inside = site.resolve().is_relative_to(folder.resolve()) and page.is_relative_to(folder.resolve())
     return os.path.relpath(page, site.resolve()).replace(os.sep, "/") if inside and page.is_file() else None
 
 
 def traits(run: Run, subject: str) -> dict[str, str]:
-    """Return what may explain a change of one subject between two runs, by name, the version of its library first."""
+    """Return facts by name that can explain a change of a subject between runs, the version of its library first."""
     header, fingerprint = run.header, run.header.fingerprint
     key = fingerprint.key
     devices = f"{key.device_count} devices" if key.device_count else None
@@ -227,7 +227,7 @@ def traits(run: Run, subject: str) -> dict[str, str]:
 
 
 def own_code(run: Run, subject: str) -> str:
-    """Return the commit of a subject's repository, or else the hash of its source; "" where neither is recorded."""
+    """Return the commit of a subject's repository, or else the hash of its source; "" if neither is recorded."""
     code = run.header.code.get(subject, SubjectCode())
     return f"commit {_short(code.commit)}" if code.commit else f"source {_short(code.sha256)}" if code.sha256 else ""
 
@@ -251,11 +251,11 @@ KINDS: Final[tuple[Kind, ...]] = ("worse", "better", "other")
 
 @dataclass(frozen=True)
 class Change:
-    """What one or more cells, or one figure, did otherwise than in the run before.
+    """A change of one or more cells, or of one figure, since the run before.
 
-    ``kind`` is ``worse`` where something went wrong or a figure lost, ``better`` where the opposite, else ``other``.
-    ``places`` are the names of the rows on the page with their addresses, ``message`` and ``reproduce`` those of the
-    first cell, empty where nothing is wrong now.
+    ``kind`` is ``worse`` if something went wrong or a figure became worse, ``better`` for the opposite, else ``other``.
+    ``places`` are the names of the rows on the page with their addresses. ``message`` and ``reproduce`` are from the
+    first cell, and empty if nothing is wrong now.
     """
 
     kind: Kind
@@ -267,7 +267,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Step:
-    """Everything that changed in one subject between two runs, what is worse first."""
+    """Everything that changed in one subject between two runs, worse changes first."""
 
     subject: str
     before: Run
@@ -282,7 +282,7 @@ class Step:
 
 
 def all_steps(cells: Iterable[CellHistory], figures: Iterable[FigureHistory]) -> list[Step]:
-    """Return every change, the newest step first; cells that did the same in a step are one change."""
+    """Return all steps, newest first. Cells that changed in the same way in a step are one change."""
     found = [
         (cell.subject, before.runs[-1], after.runs[0], _of_cell(cell, before, after))
         for cell in cells

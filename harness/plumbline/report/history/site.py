@@ -1,4 +1,4 @@
-"""The site about many runs: ``index.html``, and a badge for each subject. Nothing in it needs a network."""
+"""The site about many runs: ``index.html``, and a badge for each subject. It works without a network."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WIDTH, HEIGHT, MARGIN = 160.0, 36.0, 4.0
 
 @dataclass(frozen=True)
 class Point:
-    """A run: where it lies, and from where to where its interval reaches, in pixels."""
+    """The figure of one run: its position and the ends of its interval, in pixels."""
 
     x: float
     y: float
@@ -47,7 +47,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Curve:
-    """The picture; ``levels`` are the beginnings and ends of level stretches, ``cuts`` where the level changed."""
+    """A drawn history. ``levels`` has the start, end and height of each level stretch, ``cuts`` where it changed."""
 
     points: tuple[Point, ...]
     levels: tuple[tuple[float, float, float], ...]
@@ -104,7 +104,7 @@ MOST_REASONS: Final = 12
 
 @dataclass(frozen=True)
 class SubjectSection:
-    """What the page says of one subject: cells that changed or are wrong, the others by how they end, and figures."""
+    """What the page shows of one subject: cells that changed or are wrong, the others by how they end, and figures."""
 
     name: str
     cells: tuple[CellHistory, ...]
@@ -114,7 +114,7 @@ class SubjectSection:
 
 
 def write_site(folder: Path, site: Path) -> FoundRuns:
-    """Write the site about the runs below ``folder`` to ``site``, which is made; return the runs."""
+    """Write the site about the runs below ``folder`` to the folder ``site``, creating it; return the runs."""
     found = find_runs(folder)
     cells, figures = cell_histories(found.runs), figure_histories(found.runs)
     steps = all_steps(cells, figures)

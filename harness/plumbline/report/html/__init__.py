@@ -1,1 +1,1 @@
-"""``report.html``: templates, charts and escaping; what is shown comes from ``plumbline.report.tables``."""
+"""``report.html``: templates, charts and escaping. Its contents come from ``plumbline.report.tables``."""

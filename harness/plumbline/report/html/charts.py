@@ -18,7 +18,7 @@ from plumbline.report.text import LARGEST, in_words, names_itself, unit_size, wi
 from plumbline.results.records import Measurement, grouped
 
 _SMALLEST: Final = 1e-9
-"""An axis that ends below this, or beyond ``LARGEST``, has no ticks but 0: their labels would not fit."""
+"""An axis that ends below this, or beyond ``LARGEST``, has only the tick 0: other labels would not fit."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Axis:
         return round(min(max(value / self.top, 0.0), 1.0) * 100, 2)
 
     def ticks(self) -> list[Tick]:
-        """Return three to six round values, 0 among them; they show a unit only if it depends on their size."""
+        """Return three to six round values, including 0. They show a unit only if its name depends on their size."""
         size, name = unit_size(self.top, self.unit)
         name = name if names_itself(self.unit) else ""
         top, values = self.top / size, [0.0]
@@ -83,7 +83,7 @@ _WHISKERS, _BODY = (0.05, 0.95), (0.25, 0.75)
 
 @dataclass(frozen=True)
 class Point:
-    """One figure: its position, that of its bounds (``y`` downwards), and its tooltip."""
+    """One figure: its position, its bounds (``y`` points downwards), and its tooltip."""
 
     x: float
     y: float
@@ -104,7 +104,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class CurveChart:
-    """Curves over the number of devices; ``ideal`` is the position of ideal scaling, None where it is not known."""
+    """Curves over the number of devices; ``ideal`` is the position of ideal scaling, None if it is unknown."""
 
     title: str
     x_ticks: tuple[Tick, ...]
@@ -149,10 +149,10 @@ class BarChart:
 def curve_charts(
     title: str, metric: str, cells: Iterable[MeasuredCell], *, ideal: float | None = None
 ) -> Iterator[CurveChart]:
-    """Yield ``metric`` over the number of devices, a curve a configuration; nothing where only one number was measured.
+    """Yield ``metric`` over the number of devices, one curve per configuration; nothing if there is only one number.
 
-    A cell on one device is the first point of the curves of its subject and precision. Where there are more than
-    ``STYLES`` curves, each precision has a chart of its own.
+    A cell on one device is the first point of the curves of its subject and precision. If there are more than
+    ``STYLES`` curves, each precision has its own chart.
     """
     cells = [cell for cell in cells if cell.value(metric) is not None]
     groups = list(_curves(cells))
@@ -191,7 +191,7 @@ def share_chart(cells: Iterable[MeasuredCell]) -> BarChart | None:
 
 
 def distribution_chart(cells: Iterable[MeasuredCell]) -> BarChart | None:
-    """Return how long single steps took: lines span 5 to 95 % and the middle half of them, the mark is the median."""
+    """Return how long single steps took: lines span 5 to 95 % and the middle half of them; the mark is the median."""
     cells = [cell for cell in cells if cell.figures.get("step_p50") and len(cell.figures["step_p50"].quantiles) > 2]
     axis = Axis.over([_quantile(cell.figures["step_p50"], _WHISKERS[1]) for cell in cells], "s")
     return _bar_chart("Time of a step", axis, cells, _step_bar)

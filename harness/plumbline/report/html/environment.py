@@ -1,4 +1,4 @@
-"""What every page is rendered with: text from outside is escaped and never acts as markup."""
+"""The Jinja environment of every page. Text from outside is escaped and never acts as markup."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OPTION = re.compile(r"(?<!\S)--?[a-z][\w-]*")
 
 
 def page_environment(*packages: str) -> Environment:
-    """Return an environment for the templates of these packages, which may extend ``base.html.jinja``."""
+    """Return an environment for the templates of these packages, which can extend ``base.html.jinja``."""
     environment = Environment(
         loader=ChoiceLoader([PackageLoader(package) for package in (*packages, "plumbline.report.html")]),
         autoescape=True,
@@ -31,10 +31,10 @@ def page_environment(*packages: str) -> Environment:
 
 
 def code(text: str) -> Markup:
-    """Return text that people copy: unchanged, and no line breaks inside of an option."""
+    """Return text for copying: unchanged, and without line breaks inside an option."""
     return Markup(_OPTION.sub(r'<span class="option">\g<0></span>', str(escape(printable_lines(text)))))
 
 
 def _prose(text: str) -> str:
-    """Return text whose figures stay on the line of their units."""
+    """Return text with no-break spaces between figures and their units."""
     return _BEFORE_ITS_UNIT.sub("\N{NO-BREAK SPACE}", printable_lines(text))

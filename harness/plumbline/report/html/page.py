@@ -174,7 +174,7 @@ def _workloads(timed: Sequence[measured.MeasuredCell]) -> Iterator[dict[str, Any
 
 
 def _in_full(cells: int) -> Callable[[GridCell], bool]:
-    """Return which cells a page shows in full: all of a small run, else the first wrong ones, so that it opens fast."""
+    """Return which cells a page shows in full: all of a small run, else only the first wrong ones, to open fast."""
     shown = count(1)
     return lambda cell: cells <= MOST_IN_FULL or (bool(cell.bad) and next(shown) <= MOST_IN_FULL)
 

@@ -1,7 +1,7 @@
-"""What went wrong as pictures, and the timelines of pipelines.
+"""Pictures of what went wrong, and timelines of pipelines.
 
 Sizes and positions are in CSS pixels; the templates draw them as SVG. Each picture writes its values as text and marks
-what is wrong by a frame, so that it can be read without colours, and has a sentence for those who do not see it.
+what is wrong with a frame, so that it can be read without colours, and has a sentence for readers who cannot see it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LEAST_WIDTH: Final = 336
 
 @dataclass(frozen=True)
 class Square:
-    """One error: where it is drawn, as text, and its ``degree``: 0 within the limit, up to ``DEGREES``; -1 unknown."""
+    """One error: its position, its text, and its ``degree``: 0 within the limit, up to ``DEGREES``; -1 if unknown."""
 
     x: float
     y: float
@@ -43,7 +43,7 @@ class Square:
 
 @dataclass(frozen=True)
 class HeatMap:
-    """Errors over steps (columns) and parameters (rows). ``names`` and ``steps`` have a position and a text each."""
+    """Errors over steps (columns) and parameters (rows). ``names`` and ``steps`` are pairs of position and text."""
 
     title: str
     sentence: str
@@ -56,7 +56,7 @@ class HeatMap:
 
 @dataclass(frozen=True)
 class Link:
-    """A rank's own gradient on its way into what another rank receives; ``width`` is 0 where it is left out."""
+    """A line from a rank's own gradient to the gradient that a rank received; ``width`` is 0 if it was left out."""
 
     y1: float
     y2: float
@@ -65,7 +65,7 @@ class Link:
 
 @dataclass(frozen=True)
 class RankPaths:
-    """Ranks' own gradients on the left, what each optimizer received on the right."""
+    """Each rank's own gradient on the left, the gradient that its optimizer received on the right."""
 
     title: str
     sentence: str
@@ -171,7 +171,7 @@ MOST_TIMELINES: Final = 12
 
 @dataclass(frozen=True)
 class PipelineTimeline:
-    """One configuration's picture; ``sentence`` says what is in it for those who do not see it."""
+    """One configuration's picture; ``sentence`` describes it for readers who cannot see it."""
 
     label: str
     sentence: str

@@ -1,1 +1,1 @@
-"""Tables and summaries without markup: a number that two formats show is computed here, once."""
+"""Tables and summaries without markup. A number that several formats show is computed here, once."""

@@ -1,4 +1,4 @@
-"""A run's results as one table with a row a cell, which the other tables are made from; and counts of cells."""
+"""A run's results as one table with a row per cell, from which the other tables are made; and counts of cells."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from plumbline.results.run import Run
 
 T = TypeVar("T")
 MISSING: Final = "missing"
-"""The outcome of a planned cell without a result. Not one of ``Outcome``: no check ends so."""
+"""The outcome of a planned cell without a result. It is not in ``Outcome``, because no check ends this way."""
 
 DECLINED: Final = (Outcome.UNSUPPORTED.value, Outcome.SKIPPED.value)
-"""The outcomes of cells that were not trained on purpose."""
+"""The outcomes of cells that were deliberately not trained."""
 
 NOT_TRIED: Final = (*DECLINED, MISSING)
 MARK_ORDER: Final = ("-", "Y", "C", "K", "?", "X", "N")
-"""The marks of cells from the least to the most serious: several cells have the mark of the most serious one."""
+"""The marks of cells, least serious first. A group of cells gets the most serious of its marks."""
 
 _MARK_OF: Final = {
     Outcome.UNSUPPORTED.value: "-",
@@ -55,7 +55,7 @@ def cached_per_run(make: Callable[[Run], T]) -> Callable[[Run], T]:
 
     @wraps(make)
     def cached(run: Run) -> T:
-        # A run is not hashable; attributes beside its fields do not take part in comparisons.
+        # A run is not hashable. Attributes that are not fields do not take part in comparisons.
         attributes = vars(run)
         if name not in attributes:
             attributes[name] = make(run)
@@ -66,15 +66,15 @@ def cached_per_run(make: Callable[[Run], T]) -> Callable[[Run], T]:
 
 @cached_per_run
 def cell_table(run: Run) -> pd.DataFrame:
-    """Return one row a cell, planned cells first and in their order; columns are ``CELL_COLUMNS``.
+    """Return one row per cell, planned cells first and in their order; columns are ``CELL_COLUMNS``.
 
-    ``outcome``: the worst of the cell's findings; ``known`` or ``unexpected pass`` where findings were expected to be
+    ``outcome``: the worst of the cell's findings; ``known`` or ``unexpected pass`` if findings were expected to be
     bad (see ``ending``); or ``missing``. The cell that was being written when the run broke off is missing too, unless
-    it is bad already: the findings it lacks might not have passed. Cells that were only measured have no row.
-    ``has_failed``: whether any finding failed unexpectedly, also where a worse outcome (a check that crashed, for
+    it is already bad: the findings that it lacks might not have passed. Cells that were only measured have no row.
+    ``has_failed``: whether any finding failed unexpectedly, even if a worse outcome (a check that crashed, for
     example) hides it.
     ``error_x_noise``: the largest among findings that passed, deviate or failed; other outcomes measure nothing.
-    ``seconds``: the wall time of the cell's launch. These two are NaN where there is no value.
+    ``seconds``: the wall time of the cell's launch. Both are NaN if there is no value.
     ``mark``: an ordered category, whose order is ``MARK_ORDER``.
     """
     measured = measured_only(run)
@@ -121,19 +121,19 @@ def passed_of_tried(cells: pd.DataFrame) -> tuple[int, int]:
 
 
 def right_of_tried(cells: pd.DataFrame) -> tuple[int, int]:
-    """Return how many cells are right, those that match their backend's contract too, and how many were tried."""
+    """Return how many cells are right, including those that match their backend's contract, and how many were tried."""
     passed, tried = passed_of_tried(cells)
     return passed + int((cells["outcome"] == Outcome.DEVIATES.value).sum()), tried
 
 
 def mark_and_share(cells: pd.DataFrame) -> str:
-    """Return for example ``N 3/5``: the mark, right cells, trained cells."""
+    """Return for example ``N 3/5``: the mark, the number of right cells, and the number of trained cells."""
     right, tried = right_of_tried(cells)
     return f"{mark_of(cells)} {right}/{tried}" if tried else mark_of(cells)
 
 
 def measured_only(run: Run) -> set[Coordinates]:
-    """Return the cells whose speed is measured and that are not examined, by the plan or by their records."""
+    """Return the cells that, by the plan or by their records, are only measured and not examined."""
     planned = {cell.coordinates for cell in run.header.planned if cell.measured}
     timed = {record.coordinates for record in run.measurements}
     timed |= {result.coordinates for result in run.results if result.check == PERFORMANCE}
@@ -156,7 +156,7 @@ def counts_in_words(outcomes: Iterable[str]) -> str:
 
 
 def unsupported(run: Run, cells: pd.DataFrame) -> list[Result]:
-    """Return the records of those ``cells`` of the run's cell table that their subjects do not declare."""
+    """Return the records of the cells in ``cells``, rows of the cell table, that their subjects do not declare."""
     names = set(cells["cell"][cells["outcome"] == Outcome.UNSUPPORTED.value])
     return [result for result in run.results if result.cell in names and result.outcome is Outcome.UNSUPPORTED]
 

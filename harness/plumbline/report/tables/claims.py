@@ -1,4 +1,4 @@
-"""The claims of the original documentation on speed and memory, and what a run measured of each.
+"""The original documentation's claims about speed and memory, and what a run measured for each of them.
 
 A claim is measured by every pair of cells that differ only in what it is about. It holds if, in every such pair, the
 95 % interval of the ratio lies on the claimed side of the threshold.
@@ -63,7 +63,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class _Question:
-    """The ratio of ``metric`` of cells that differ in ``by``; it should be ``at_most`` this, or else above 1."""
+    """The ratio of ``metric`` between cells that differ in ``by``. It should be ``at_most`` this, or else above 1."""
 
     statement: str
     measure: str

@@ -19,7 +19,7 @@ from plumbline.results.run import Run
 
 LONGEST_CONSEQUENCE: Final = 160
 LONGEST_EXAMPLE: Final = 1000
-"""Characters of the finding that a run's summary tells: every message of ours is shorter, an exception may not be."""
+"""Characters of the example finding in a run's summary. Plumbline's own messages are shorter, exceptions may not be."""
 LONGEST_MESSAGE: Final = 200
 LONGEST_PARAMETER: Final = 48
 MOST_CELLS: Final = 3
@@ -29,11 +29,11 @@ Cause = tuple[str, str | None]  # a cause and its family
 
 @dataclass(frozen=True)
 class FailureGroup:
-    """Cells of one subject that went wrong for the same reason, and of each the finding that shows it.
+    """Cells of one subject that went wrong for the same reason, with the finding of each cell that shows it.
 
-    ``title`` is the cause's name, or the outcome and the check where no cause was found. ``family`` is the cause's,
-    None without one. ``mechanism`` is what a cause without a name showed: the first line of an exception, for example.
-    A cell with several mistakes is in several groups.
+    ``title`` is the cause's name, or the outcome and the check if no cause was found. ``family`` is the cause's family,
+    None without a cause. ``mechanism`` distinguishes failures without a cause by their messages, for example by the
+    first line of an exception. A cell with several mistakes is in several groups.
     """
 
     subject: str
@@ -59,19 +59,20 @@ def is_wrong(result: Result) -> bool:
 
 @cached_per_run
 def wrong_cells(run: Run) -> list[list[Result]]:
-    """Return the findings that need action, cell by cell, the one that explains the others first."""
+    """Return the findings that need action, grouped by cell; the finding that explains the others comes first."""
     return [in_reading_order(results) for results in by_cell(filter(is_wrong, run.results)).values()]
 
 
 @cached_per_run
 def failures(run: Run) -> list[FailureGroup]:
-    """Return what went wrong in ``run``, one group a subject, cause and mechanism, the largest group first.
+    """Return what went wrong in ``run``: one group per subject, cause and mechanism, the largest group first.
 
-    Every cell has its first finding in a group, and its further ones where they name a cause and stand by themselves.
+    The first finding of every wrong cell is in a group. Its further findings are too if they failed, name a cause, and
+    are not consequences of another finding.
     """
 
     def mechanism(finding: Result) -> str:
-        # Where nothing was compared, the message without its numbers tells failures of one title apart.
+        # If nothing was compared, the message without its numbers distinguishes failures with the same title.
         is_told = not is_unexplained(finding) or finding.outcome is Outcome.FAILED or finding.is_unexpectedly_good
         return "" if is_told else re.sub(r"\d+", "#", in_one_line(finding))
 
@@ -84,7 +85,7 @@ def failures(run: Run) -> list[FailureGroup]:
 
 
 def mistakes(run: Run) -> dict[str, list[FailureGroup]]:
-    """Return the mistakes of each subject that makes any, the one in most cells first."""
+    """Return the mistakes of each subject that makes any, those in most cells first."""
     return grouped((group for group in failures(run) if group.is_mistake), lambda group: group.subject)
 
 
@@ -102,7 +103,7 @@ def nothing_went_wrong(run: Run) -> str:
 
 
 def message_of(result: Result) -> str:
-    """Return a finding's message; of an unexpected pass, what was expected instead."""
+    """Return a finding's message; for an unexpected pass, what was expected instead."""
     if result.expected is not None and result.is_unexpectedly_good:
         return f"{result.expected.entry} expects {result.expected.outcome.value}: {result.expected.reason}"
     return result.message
@@ -147,12 +148,12 @@ def expectation_details(expected: Expected) -> list[str]:
 
 @dataclass(frozen=True)
 class SubjectCauses:
-    """The failing cells of one subject. ``cause`` is the one that most of them name, None where there is none.
+    """The failing cells of one subject. ``cause`` is the cause that at least half of them name, None if there is none.
 
-    ``example`` is its finding in the first such cell, ``explained`` are the cells that name it, ``others`` those that
-    do not, ``other_causes`` what these name. ``contradicting`` are those of ``others`` in which the same mistake would
-    have to show, and where the same check names another cause: the same workload, backend and precision on another
-    number of devices.
+    ``example`` is the finding of the first cell that names it. ``explained`` are the cells that name it, ``others`` the
+    remaining cells, and ``other_causes`` the causes of these. ``contradicting`` are cells of ``others``, each with its
+    cause, in which the same mistake should show but the same check names another cause: they have the workload, backend
+    and precision of an explained cell, on another number of devices.
     """
 
     subject: str
@@ -184,7 +185,7 @@ class SubjectCauses:
 
     @property
     def doubt(self) -> str:
-        """What speaks against the commonest cause, in a sentence; "" if nothing does."""
+        """A sentence on the evidence against the commonest cause; "" if there is none."""
         if self.cause is None or not self.contradicting:
             return ""
         cells = listed([f"{cell} ({cause})" for cell, cause in self.contradicting], MOST_CELLS)
@@ -226,7 +227,7 @@ def _summary(subject: str, cells: Mapping[str, Sequence[Result]]) -> SubjectCaus
 
 
 def _extent(found: Sequence[Result]) -> str:
-    """Return which cells these are: what they combine where it is all combinations of that, else each."""
+    """Return which cells these are: the values of each dimension if they are all combinations, else each cell."""
     cells = list(
         dict.fromkeys((one.workload, one.backend, f"{one.num_nodes}×{one.gpus}", one.precision) for one in found)
     )
@@ -248,7 +249,7 @@ def parameter_table(parameters: Sequence[tuple[str, float]], limit: float | None
 
 
 def parameter_rows(parameters: Sequence[tuple[str, float]], limit: float | None) -> list[tuple[str, float, bool]]:
-    """Return a row a parameter, or a module where there are many: name, error × noise, is it above ``limit``."""
+    """Return a row per parameter, or per module if there are many: name, error × noise, is it above ``limit``."""
     rows: dict[str, float] = {}
     for depth in range(max((name.count(".") for name, _ in parameters), default=0) + 1, 0, -1):
         rows = {}
@@ -291,7 +292,7 @@ _ADVICE: Final = {
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """A group of failures as a page shows it; ``right`` is the same check in a right cell of the same problem."""
+    """A group of failures as a page shows it; ``right`` is the same check and workload in a right cell, if any."""
 
     group: FailureGroup
     title: str
@@ -349,7 +350,7 @@ def size(finding: Result) -> str:
     allowed = (
         "" if limit is None else f"; a correct trainer stays below {compact(limit)}" if limit else "; it must be 0"
     )
-    # The largest error may be at another step, or in all parameters together.
+    # The largest error may be from another step, or over all parameters together.
     most = f"up to {x_noise(finding.error_x_noise)} over all steps" if finding.parameters else None
     return f"{most or x_noise(finding.error_x_noise)}{allowed}"
 

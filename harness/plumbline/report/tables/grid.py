@@ -1,4 +1,4 @@
-"""The support grid: a table a subject, its backends and precisions over topologies; each square has its cells."""
+"""The support grid: one table per subject, backends and precisions by topologies. Each square has its cells."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from plumbline.results.run import Run
 class GridCell:
     """One cell with its findings by kind; ``passed`` are names of checks, ``anchor`` is its address within a page.
 
-    ``worst`` is the finding with the largest error × noise of those that passed or deviate.
+    ``worst`` is the finding with the largest error × noise among those that passed or deviate.
     """
 
     cell: str
@@ -71,7 +71,7 @@ class GridSquare:
 
 @dataclass(frozen=True)
 class GridRow:
-    """One backend in one precision; ``squares`` follow the grid's topologies, ``share`` is the mark with numbers."""
+    """One backend in one precision; ``squares`` follow the grid's topologies, ``share`` is the mark with counts."""
 
     backend: str
     precision: str

@@ -1,4 +1,4 @@
-"""A run's measurements: the figures of each cell with its conformance, what a page shows beside them, and long form."""
+"""A run's measurements: the figures of each cell with its conformance, profiles and notes, and a table in long form."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from plumbline.results.records import PERFORMANCE, Coordinates, Measurement, Pro
 from plumbline.results.run import PROFILES, Run
 
 EFFICIENCY: Final = ("scaling_strong", "scaling_weak")
-"""A workload has one of these: its batch is split over the devices, or each device has as much as one alone."""
+"""A workload has one of these: strong if its batch is split over the devices, weak if each device gets a whole one."""
 
 MEMORY: Final = ("memory_allocated_peak", "memory_private_peak")
 """The peak of a GPU's allocator, or of a simulated device's process."""
@@ -33,7 +33,7 @@ _BAD = tuple(outcome.value for outcome in Outcome if outcome.is_bad)
 
 @dataclass(frozen=True)
 class Conformance:
-    """What the run found about a configuration: one of ``MARKS``; ``wrong``: its speed does not count."""
+    """The finding on a configuration: one of ``MARKS``, or ``NOT_EXAMINED``. ``wrong``: its speed does not count."""
 
     mark: str
     wrong: bool
@@ -42,7 +42,7 @@ class Conformance:
 
 @dataclass(frozen=True)
 class MeasuredCell:
-    """One cell with its figures by metric, of several ranks the worst, and reasons why others do not apply."""
+    """One cell with its figures by metric (the worst of several ranks), and reasons why other metrics do not apply."""
 
     cell: str
     at: Coordinates
@@ -68,13 +68,13 @@ class MeasuredCell:
         return f"{self.series(several_subjects=several_subjects)}{place}"
 
     def series(self, *, several_subjects: bool) -> str:
-        """Return what the cell shares with those on other numbers of devices: ``ddp 16``."""
+        """Return what the cell shares with cells on other numbers of devices: ``ddp 16``."""
         subject = [f"{self.at.subject}:"] if several_subjects else []
         return " ".join([*subject, backend_in_words(self.at.backend), self.at.precision])
 
 
 def bounds(figure: Measurement) -> tuple[float, float, float]:
-    """Return a figure between its bounds; without bounds, three times the figure; without a figure, 0."""
+    """Return the low bound, the figure and the high bound. A missing bound is the figure, a missing figure is 0."""
     value = figure.value or 0.0
     return value if figure.low is None else figure.low, value, value if figure.high is None else figure.high
 
@@ -84,7 +84,7 @@ def has_several_subjects(cells: Iterable[MeasuredCell]) -> bool:
 
 
 def measured_cells(run: Run) -> list[MeasuredCell]:
-    """Return every measured cell, as planned: workloads in the order of the run, small topologies first."""
+    """Return every measured cell: workloads in the order of the run, small topologies first."""
     conformance = conformance_of(run)
     cells = by_cell(run.measurements)
     workloads = list(dict.fromkeys(key.workload for key in cells))
@@ -118,12 +118,12 @@ def conformance_of(run: Run) -> Callable[[Coordinates], Conformance]:
 
 
 def metrics_table(run: Run) -> pd.DataFrame:
-    """Return one row a metric; columns are ``METRIC_COLUMNS``.
+    """Return one row per metric; columns are ``METRIC_COLUMNS``.
 
-    ``error_x_noise`` has one row a cell and check (the largest, whatever the outcome), ``seconds`` (wall time of the
-    launch) one row a cell, with an empty check. What was not measured has no row.
+    ``error_x_noise`` has one row per cell and check (the largest, whatever the outcome), ``seconds`` (wall time of the
+    launch) one row per cell, with an empty check. What was not measured has no row.
     Measurements follow: ``low`` and ``high`` bound a figure with 95 % confidence, ``rank`` is the rank it belongs to,
-    ``conformance`` the mark of its configuration in the same run. A refused figure has no value, but a reason.
+    ``conformance`` the mark of its configuration in the same run. A refused figure has a reason instead of a value.
     """
     results = pd.DataFrame(
         [(result.cell, *result.coordinates, result.check, result.error_x_noise) for result in run.results],
@@ -176,7 +176,7 @@ def profile_files(profile: Profile | None) -> list[ProfileFile]:
 
 
 def not_applicable(cells: Iterable[MeasuredCell]) -> dict[str, list[str]]:
-    """Return for each reason the metrics that do not apply to some of ``cells``, by their names for readers."""
+    """Return, for each reason, the names in words of the metrics that do not apply to some of ``cells``."""
     reasons: dict[str, list[str]] = {}
     for cell in cells:
         for metric, reason in cell.not_applicable.items():

@@ -73,14 +73,14 @@ def verdict_of(run: Run, cells: pd.DataFrame) -> RunVerdict:
 
 
 def _largest_error(run: Run) -> str:
-    """Return the largest error of a gradient that is right; "" where none was compared."""
+    """Return a sentence with the largest error of a gradient that passed; "" if none was compared."""
     right = (one for one in run.results if one.check == "gradients" and one.outcome is Outcome.PASSED)
     error = max((one.error_x_noise for one in right if one.error_x_noise is not None), default=None)
     return "" if error is None else f"The largest error of a gradient that passed is {x_noise(error)}."
 
 
 def mistakes_in_words(run: Run) -> str:
-    """Return how many mistakes which subjects make, and the names of the commonest; "" if none makes any."""
+    """Return the number of mistakes of each subject and the names of the commonest; "" if no subject makes any."""
     found = mistakes(run)
     if len(found) > MOST_SUBJECTS:
         return f"{counted(sum(map(len, found.values())), 'mistake')} in {len(found)} trainers."
@@ -102,7 +102,7 @@ def notes(run: Run) -> list[str]:
 
 
 def what_is_missing(run: Run, cells: pd.DataFrame) -> str | None:
-    """Return why the run, with these cells, is incomplete, in a sentence; None for a complete run."""
+    """Return a sentence on why the run, with these cells, is incomplete; None for a complete run."""
     if not run.incomplete:
         return None
     reasons = []
@@ -172,7 +172,7 @@ def backend_in_words(name: str) -> str:
 
 
 def comparability(machine: Fingerprint) -> dict[str, str]:
-    """Return what must be equal for two runs' figures to be comparable, as far as the machine has it."""
+    """Return what must be equal for two runs' figures to be comparable, as far as it is known of the machine."""
     return {name.replace("_", " "): str(value) for name, value in machine.key.model_dump().items() if value is not None}
 
 

@@ -1,4 +1,4 @@
-"""The support table: what a user would type, and whether this run shows that it works; trainers side by side."""
+"""The support table: what a user would type, and whether this run shows that it works. Trainers side by side."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _PRECISION_ORDER = ("32", "16", "bf16", "bf16-true", "bf16-master", "64")
 
 
 def mark_columns() -> tuple[str, ...]:
-    """Return the columns that describe configurations and hold their marks; backends bring theirs."""
+    """Return the columns that describe configurations and hold their marks. Some are declared by backends."""
     return ("1 GPU", "1+ GPUs", *columns(), "Nodes", "16-bit")
 
 
@@ -62,13 +62,13 @@ def support_columns() -> tuple[str, ...]:
 
 
 def rare_columns() -> tuple[str, ...]:
-    """Return the columns that are there only where a row has a mark for them: few trainers have these backends."""
+    """Return the columns that appear only if a row needs them, because few trainers have these backends."""
     return tuple(column for column, rare in columns().items() if rare)
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """What a user would type, without the numbers of gpus and nodes: a row of the table. Every cell has one."""
+    """What a user would type, without the numbers of gpus and nodes: a row of the table. Every cell belongs to one."""
 
     subject: str
     backend: str
@@ -125,13 +125,13 @@ def _how_many(numbers: set[int], letter: str, noun: str) -> str:
 
 
 def support_table(run: Run, *, every: bool = False) -> pd.DataFrame:
-    """Return one row a configuration; columns are ``support_columns``, less the rare ones that no row needs.
+    """Return one row per configuration; columns are ``support_columns``, without the rare ones that no row needs.
 
-    Configurations of which a subject declares no cell share its last row; with ``every``, each has a row of its own.
+    Configurations without a declared cell share their subject's last row; with ``every``, each has its own row.
 
     The columns that apply to the row's configuration hold its mark, the others are empty.
     ``Cells passed`` is ``passed/tried``, with the numbers of cells that failed as expected or were not tried.
-    ``Worst × noise`` is the largest error in multiples of rounding noise, NaN where nothing was measured.
+    ``Worst × noise`` is the largest error in multiples of rounding noise, NaN if nothing was measured.
     """
     rows: list[dict[str, str | int | float]] = []
     needed: set[str] = set()
@@ -150,10 +150,10 @@ def support_table(run: Run, *, every: bool = False) -> pd.DataFrame:
 
 
 def side_by_side(run: Run, *, every: bool = False) -> pd.DataFrame | None:
-    """Return a table with ``ROW_COLUMNS`` and a column for each subject, None where the run has only one.
+    """Return a table with ``ROW_COLUMNS`` and a column for each subject, None if the run has only one subject.
 
-    An entry is the mark of the subject's cells with ``passed/tried``; empty where the run has no such cell of the
-    subject. Rows of which no subject declares a cell are left out, unless ``every``.
+    An entry is the mark of the subject's cells with ``right/tried`` (see ``right_of_tried``); it is empty if the run
+    has no such cell of the subject. Rows of which no subject declares a cell are left out, unless ``every``.
     """
     cells = cell_table(run)
     if cells["subject"].nunique() < 2:
@@ -176,7 +176,7 @@ def side_by_side(run: Run, *, every: bool = False) -> pd.DataFrame | None:
 
 
 def undeclared_rows(run: Run) -> list[tuple[str, ...]]:
-    """Return the ``ROW_COLUMNS`` of rows that ``side_by_side`` leaves out: no subject declares a cell of them."""
+    """Return the ``ROW_COLUMNS`` of the rows that ``side_by_side`` leaves out because no subject declares a cell."""
     table = side_by_side(run, every=True)
     if table is None:
         return []

@@ -1,4 +1,4 @@
-"""Kubernetes: tasks of one node are an indexed Job; tasks of several nodes are JobSets or PyTorchJobs.
+"""Kubernetes: single-node tasks share an indexed Job; each multi-node task is a JobSet or a PyTorchJob.
 
 The report directory is on a volume that this machine and the pods mount at the same path.
 """
@@ -40,10 +40,11 @@ _RESOURCES = {"job": "jobs.batch", "jobset": "jobsets.jobset.x-k8s.io", "pytorch
 
 @dataclass(frozen=True)
 class KubernetesEngine(Engine):
-    """The image of the pods, the namespace (None: kubectl's default), and the claim of the volume.
+    """The image of the pods, the claim of the volume, and the namespace (None: kubectl's default).
 
-    ``mount`` None is the report directory. ``kind`` None is a Job for tasks of one node, else a JobSet. ``pod`` is
-    merged into each pod's spec. ``environment`` goes into the run's Secret, not into manifests.
+    ``mount`` is the volume's path (None: the report directory). ``kind`` is the kind of object (None: a Job for
+    single-node tasks, otherwise a JobSet). ``pod`` is merged into each pod's spec. ``environment`` goes into the run's
+    Secret, not into manifests.
     """
 
     name: ClassVar[str] = "kubernetes"
@@ -207,7 +208,7 @@ def _secret(submission: Tasks) -> str:
 
 
 def _dumped(objects: Sequence[Mapping[str, Any]]) -> str:
-    # Through JSON: YAML would write values that objects share as anchors and aliases.
+    # Convert through JSON, because YAML would write values that objects share as anchors and aliases.
     return str(_yaml().safe_dump_all(json.loads(json.dumps(objects)), sort_keys=False))
 
 

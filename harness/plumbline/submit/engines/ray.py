@@ -20,7 +20,7 @@ _PHASES = {"PENDING": Phase.LIVE, "RUNNING": Phase.LIVE, "STOPPED": Phase.CANCEL
 
 @dataclass(frozen=True)
 class RayEngine(Engine):
-    """The address of the cluster's dashboard (None: as Ray's variables say), and environment variables for jobs."""
+    """The address of the cluster's dashboard (None: from Ray's variables), and environment variables for jobs."""
 
     name: ClassVar[str] = "ray"
     own_options: ClassVar[frozenset[str]] = frozenset({"address"})
@@ -39,7 +39,7 @@ class RayEngine(Engine):
         return cls(options.address, variables(options.env))
 
     def check(self, submission: Tasks) -> None:
-        """Refuse nothing: the cluster decides."""
+        """Accept every submission: the cluster decides."""
 
     def text(self, submission: Tasks, job: str, tasks: Sequence[int]) -> str:
         at = ["--address", self.address] if self.address else []

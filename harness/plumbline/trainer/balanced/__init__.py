@@ -1,1 +1,1 @@
-"""The self-balancing backend: profiles the blocks of a module, partitions them exactly, runs them as a pipeline."""
+"""The balanced backend: profiles a module's blocks, finds their optimal partition, and runs it as a pipeline."""

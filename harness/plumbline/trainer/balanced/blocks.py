@@ -1,4 +1,4 @@
-"""Blocks: the module calls of a user's step that can run alone, and contexts that leave the module as it was."""
+"""Blocks, the module calls of a user's step that can run alone, and contexts that restore the module."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from plumbline.devices.calls import forked
 
 @dataclass(frozen=True)
 class Block:
-    """A piece of the user's module.
+    """A part of the user's module.
 
-    ``run(value, inputs)`` returns the nested tensors that are passed to the next block. ``value`` is what the previous
-    block returned (``()`` for the first one), ``inputs`` the inputs of the whole module, of the same samples.
+    ``run(value, inputs)`` returns the nested tensors that are passed to the next block. ``value`` is the previous
+    block's result (``()`` for the first block), ``inputs`` the inputs of the whole module for the same samples.
     """
 
-    name: str  # qualified, in the user's module
+    name: str  # qualified name in the user's module
     run: Callable[[Any, Any], Any]
     holds: tuple[str, ...]  # names of the module's parameters and buffers that it uses
 
@@ -35,7 +35,7 @@ def bytes_of(tensor: Tensor) -> int:
 
 
 def registered_buffers(module: nn.Module) -> list[tuple[dict[str, Tensor | None], str, Tensor]]:
-    """Return for each buffer the dict it is registered in, its name there, and itself."""
+    """Return, for each buffer, the dict in which it is registered, its name there, and the buffer."""
     return [
         (part._buffers, name, buffer)
         for part in module.modules()
@@ -45,7 +45,7 @@ def registered_buffers(module: nn.Module) -> list[tuple[dict[str, Tensor | None]
 
 
 class Holder(nn.Module):
-    """Calls a function while ``functional_call`` has replaced the tensors of the module that is held here."""
+    """Holds a module and calls a function, for which ``functional_call`` can replace the module's tensors."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -57,10 +57,10 @@ class Holder(nn.Module):
 
 @contextmanager
 def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Restore the module's buffers and attributes and torch's random numbers afterwards.
+    """Restore the module's buffers and attributes, and torch's random states, after the context.
 
-    A step may count its calls, or keep a tensor for the next one; a trial must leave no trace. Of objects in
-    attributes, only lists, sets and dicts are restored.
+    A step can count its calls or keep a tensor for the next step, but a trial must leave no trace. Only the contents of
+    lists, sets and dicts in attributes are restored, not those of other objects.
     """
     values = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     attributes = [(vars(part), dict(vars(part)), _contents(part)) for part in module.modules()]
@@ -81,9 +81,9 @@ def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def private_buffers(module: nn.Module) -> Iterator[None]:
-    """Give a module copies of its buffers within the context, which it may change, in place or not.
+    """Replace a module's buffers with copies within the context, so that it can change them.
 
-    A buffer of another stage has one value for all of its elements, so no operation may change it in place.
+    All elements of another stage's buffer share one value in memory, so operations cannot change it in place.
     """
     entries = registered_buffers(module)
     copies: dict[int, Tensor] = {}
@@ -102,7 +102,7 @@ def _contents(part: nn.Module) -> list[tuple[Any, Any]]:
 
 @dataclass
 class ModuleCall:
-    """One call of a module in a step, and the calls inside it."""
+    """One call of a module in a step, and the calls within it."""
 
     module: nn.Module
     name: str
@@ -136,7 +136,7 @@ def record_calls(module: nn.Module, step: Callable[[], Any]) -> list[ModuleCall]
 
 
 def open_up(calls: Sequence[ModuleCall], largest: float) -> list[ModuleCall]:
-    """Replace containers by their inner calls: each Sequential, and modules with more than ``largest`` weights."""
+    """Replace the calls of Sequentials, and of modules with more than ``largest`` weights, by their inner calls."""
     opened = []
     for call in calls:
         weights = sum(parameter.numel() for parameter in call.module.parameters())
@@ -159,7 +159,7 @@ def calls_of(calls: Sequence[ModuleCall], blocks: Sequence[nn.Module]) -> list[M
 def replaced_forwards(
     modules: Iterable[nn.Module], stand_in: Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]
 ) -> Iterator[None]:
-    """Replace each module's forward by what ``stand_in`` returns for it."""
+    """Replace each module's forward within the context by ``stand_in(module, forward)``."""
     different = {id(module): module for module in modules}.values()
     previous = [(module, module.__dict__.get("forward")) for module in different]
     for module in different:

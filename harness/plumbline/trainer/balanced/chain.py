@@ -1,4 +1,4 @@
-"""Finds the blocks of a user's module by running a step: where it can be cut, and what each block needs."""
+"""Runs a step of a user's module to find its blocks: where the step can be cut, and which tensors each block needs."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ Step = Callable[[], Any]
 
 @dataclass(frozen=True)
 class CallRange:
-    """Consecutive calls with the code that follows them: places from ``first`` up to the next block's first.
+    """A block: consecutive module calls with the code after them.
 
-    ``arriving`` are the tensors that earlier blocks compute and this or a later block uses. ``holds`` names the
-    parameters and buffers that it uses.
+    It has the places (see ``Position``) from ``first`` to before the next block's ``first``. ``arriving`` are the
+    tensors that earlier blocks compute and this or a later block uses. ``holds`` names the parameters and buffers that
+    the block uses.
     """
 
     name: str
@@ -47,7 +48,7 @@ class CallRange:
 
 @dataclass(frozen=True)
 class Chain:
-    """The blocks of a step; ``calls`` names the modules that the step calls."""
+    """The blocks of a step. ``calls`` names the modules that the step calls; ``drawn`` is as in ``DataFlow``."""
 
     calls: tuple[str, ...]
     blocks: tuple[CallRange, ...]
@@ -88,11 +89,12 @@ def find_chain(
     least: int | None = None,
     validation: Step | None = None,
 ) -> Chain:
-    """Run ``step``, and ``validation`` if given, and return their blocks.
+    """Run ``step``, and ``validation`` if given, and return their common blocks.
 
-    Blocks are module calls: those of ``declared``, or else the largest ones, none of which has more than a device's
-    share of the weights. Calls between which a step cannot be cut are merged, see ``flow_recorder.py``. The module and
-    the random numbers are left as they were.
+    Blocks are module calls: those of the modules ``declared`` or, if None, the step's direct calls, with Sequentials
+    and modules that have more than a device's share of the weights replaced by their inner calls. Calls between which
+    the step cannot be cut are merged, see ``flow_recorder.py``. At least ``least`` blocks are required, by default one
+    per device. The module and the random states do not change.
     """
     tried = partial(_undisturbed, module, device)
     calls = tried(record_calls, module, step)
@@ -173,7 +175,7 @@ def find_obstacles(flow: DataFlow, interception: Interception, step: Step) -> No
 
 
 class HiddenTensorUse(TorchFunctionMode):
-    """Records where a step uses a tensor that a block kept to itself, in an attribute for example."""
+    """Records where a step uses a tensor that a block computes but does not return, as one kept in an attribute."""
 
     def __init__(self, flow: DataFlow, interception: Interception) -> None:
         super().__init__()
@@ -182,7 +184,7 @@ class HiddenTensorUse(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operation. Tensors made inside a skipped call are hidden in it, unless the call returns them."""
+        """Run the operation. Tensors made within a skipped call are marked as hidden in it, unless it returns them."""
         self.use(tensors_in((args, kwargs or {})))
         outputs = func(*args, **(kwargs or {}))
         if self.interception.skipping:
@@ -192,7 +194,7 @@ class HiddenTensorUse(TorchFunctionMode):
         return outputs
 
     def use(self, given: list[Tensor]) -> None:
-        """Forbid cuts between where tensors are hidden and where they are used."""
+        """Forbid cuts between the call that hides a tensor and the current position, which uses it."""
         position = self.interception.position
         for tensor in given:
             hidden_in = tensor.hidden_in if isinstance(tensor, RemoteTensor) else None

@@ -1,4 +1,4 @@
-"""Which tensors a step computes between its blocks, where it uses them, and where it cannot be cut."""
+"""The data flow of a step: tensors that pass between its blocks, where they are used, and where it cannot be cut."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 
 class Label(NamedTuple):
-    """Output ``output`` of an operation that follows call ``call``, or of the call itself if ``operation`` is empty.
+    """Identifies a tensor: output number ``output`` of an operation after module call number ``call``.
 
-    Call -1 is the start of the step.
+    If ``operation`` is empty, it is an output of the call itself. Call -1 is the start of the step.
     """
 
     call: int
@@ -24,7 +24,7 @@ class Label(NamedTuple):
 
 
 class Position:
-    """The current position in a step: inside call ``call`` or after it, and at which operation.
+    """The current position in a step: within or after module call number ``call``, and the latest operation.
 
     Places are numbered: call c is place 2c, the code after it place 2c + 1, and the code before all calls place -1.
     """
@@ -46,7 +46,7 @@ class Position:
         return 2 * self.call + (not self.inside)
 
     def pass_operation(self, func: Any) -> None:
-        """Record an operation. Operations are numbered by name, so that others may be added or left out."""
+        """Record an operation. Operations of each name are numbered separately, so that others can come and go."""
         name = getattr(func, "__name__", type(func).__name__)
         self._counts[name] += 1
         self.operation = f"{name} {self._counts[name]}"
@@ -57,7 +57,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Carried:
-    """A tensor that crosses a cut; if it is ``differentiable``, its gradient comes back."""
+    """A tensor that crosses a cut. If it is ``differentiable``, its gradient is sent back."""
 
     label: Label
     differentiable: bool
@@ -65,7 +65,7 @@ class Carried:
 
 @dataclass(frozen=True)
 class Part:
-    """Places ``first`` to ``last - 1`` of a step, with the tensors that arrive before them and depart after them."""
+    """Places ``first`` to ``last - 1`` of a step, with the tensors received before them and sent after them."""
 
     first: int
     last: int
@@ -75,7 +75,7 @@ class Part:
 
 @dataclass
 class CarriedTensor:
-    """A tensor that a step computes from the outputs of blocks; ``last_use`` is the last place that uses it."""
+    """A tensor of a step that has a label. ``last_use`` is the last place that uses it."""
 
     last_use: int
     differentiable: bool
@@ -84,12 +84,12 @@ class CarriedTensor:
 
 @dataclass
 class DataFlow:
-    """The labelled tensors of a step, and the places before which it cannot be cut, each with the reason.
+    """The labelled tensors of a step, and ``obstacles``: the places before which it cannot be cut, with the reasons.
 
-    ``Position`` explains places. ``weights`` has the names of the parameters and buffers used at each place,
-    ``uses`` their first and last places. ``changes`` has the places where each is changed, with the place up to which
-    every stage has to make the change itself, None if only one stage makes it. ``drawn`` are the labels of tensors that
-    operations between calls draw at random, ``called`` the numbers of the calls that are made.
+    ``Position`` explains places. ``weights`` has the names of the parameters and buffers used at each place, ``uses``
+    the first and last place of each. ``changes`` has the places where each is changed, with the place up to which no
+    cut is allowed after its first use (None: its last use). ``drawn`` has the labels of tensors that operations between
+    calls draw at random, ``called`` the numbers of the calls that are made.
     """
 
     calls: Sequence[str]
@@ -102,7 +102,7 @@ class DataFlow:
     obstacles: dict[int, str] = field(default_factory=dict)
 
     def live(self, cut: int) -> tuple[Carried, ...]:
-        """Return the tensors that cross the cut before place ``cut``: computed before it and used later."""
+        """Return the tensors that cross the cut before place ``cut``: computed before it, and used at or after it."""
         crossing = [label for label, one in self.tensors.items() if label.place < cut <= one.last_use and cut]
         return tuple(Carried(label, self.tensors[label].differentiable) for label in sorted(crossing))
 
@@ -111,7 +111,7 @@ class DataFlow:
         return 2 * len(self.calls)
 
     def cuts(self) -> list[int]:
-        """Return the places where blocks begin: between two calls, where fewest bytes cross."""
+        """Return the places where blocks begin: between two calls, the possible cut that the fewest bytes cross."""
         possible = [[cut for cut in between if cut not in self.obstacles] for between in self._between_calls()]
         return [0, *(min(cuts, key=self._crossing_bytes) for cuts in possible if cuts)]
 
@@ -126,12 +126,12 @@ class DataFlow:
         return sum(self.tensors[carried.label].bytes for carried in self.live(cut))
 
     def forbid(self, first: int, last: int, reason: str) -> None:
-        """Forbid cuts after place ``first``, up to before place ``last``."""
+        """Forbid cuts between places ``first`` and ``last``."""
         for cut in range(max(first + 1, 1), min(last + 1, self.end)):
             self.obstacles.setdefault(cut, reason)
 
     def use(self, name: str, *, here_only: bool, place: int) -> None:
-        """Note that a parameter or buffer is used: at this place only, or by each stage that runs this code."""
+        """Record the use of a parameter or buffer, at this place only, or on every stage that runs this code."""
         for weights in self.weights[place : place + 1 if here_only else None]:
             weights.add(name)
         self._extend_use(name, place, place if here_only else self.end)
@@ -141,7 +141,7 @@ class DataFlow:
         self.uses[name] = (min(first, known_first), max(last, known_last))
 
     def agree_with(self, other: DataFlow) -> None:
-        """Forbid the cuts that validation does not allow; it may make fewer calls, but no others."""
+        """Forbid the cuts that validation does not allow. It can make fewer calls, but no others."""
         for cut, reason in other.obstacles.items():
             self.obstacles.setdefault(cut, f"in validation, {reason}")
         self.drawn |= other.drawn

@@ -1,4 +1,4 @@
-"""Exchanges activations and gradients between neighboring stages, and names the stage that does not make progress."""
+"""Exchanges activations and gradients between neighboring stages, and finds the stage that makes no progress."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 GRACE = 30.0
-"""How many seconds a rank has to report that it waits too; the limit, if that is less."""
+"""Seconds in which a rank must report that it waits too. A smaller limit replaces this."""
 
 LOST = 2.0
-"""How many seconds after a lost connection another rank has to report that it has waited too long."""
+"""Seconds after a lost connection in which another rank can report that it has waited too long."""
 
 EVERYBODY = "everybody"
-"""The target that a rank reports when all ranks do something together."""
+"""The target that a rank reports when it waits in an operation of all ranks."""
 
 
 class StageTimeoutError(RuntimeError):
@@ -30,10 +30,11 @@ class StageTimeoutError(RuntimeError):
 
 
 class StageTimeout:
-    """Waits at most ``limit`` seconds for the stages of one pipeline, and for all ranks.
+    """Waits at most ``limit`` seconds for other stages of the pipeline, or for all ranks.
 
-    ``stage`` is this rank's, of ``stages``; stage 0 is on rank ``first``, and the others follow it. In ``store``, ranks
-    that have waited too long report for whom, so that the stage at fault is named.
+    This rank has stage ``stage`` of ``stages``. Stage 0 is on rank ``first``, and the others on the following ranks.
+    Ranks that have waited too long report in ``store`` which rank they wait for, so that the error can name the stage
+    at fault.
     """
 
     def __init__(self, limit: float, stage: int, first: int, store: Any, stages: int) -> None:
@@ -41,7 +42,7 @@ class StageTimeout:
 
     @contextmanager
     def waiting(self, awaited: int | str) -> Iterator[None]:
-        """Wait for a stage of this pipeline, by its number, or for an operation of all ranks, by its description."""
+        """Wait in this context for a stage of this pipeline, given by number, or for an operation of all ranks."""
         start, rank = monotonic(), self.first + self.stage
         target = EVERYBODY if isinstance(awaited, str) else str(self.first + awaited)
         try:
@@ -50,7 +51,7 @@ class StageTimeout:
             raise
         except RuntimeError as error:
             if monotonic() - start < self.limit and not self._has_said("somebody", LOST):
-                raise  # the connection is lost: the other rank has ended and reports why
+                raise  # the connection is lost, because the other rank has ended and reports why
             self.store.set(_key("somebody"), target)
             self.store.set(_key(rank), target)
             last = self._last(rank, target)
@@ -69,7 +70,7 @@ class StageTimeout:
             ) from error
 
     def _last(self, rank: int, target: str) -> int | None:
-        """Follow the ranks that wait for one another to one that does not wait, None if all do."""
+        """Follow the chain of waiting ranks to a rank that does not wait. Return it, or None if all wait."""
         seen, end = {rank}, monotonic() + min(self.limit, GRACE)
         while target != EVERYBODY and int(target) not in seen:
             rank = int(target)
@@ -105,7 +106,7 @@ Shape = tuple[tuple[int, ...], torch.dtype]
 
 @dataclass(frozen=True)
 class Sent:
-    """Tensors on the way to a stage, kept until they have been sent."""
+    """Tensors that are being sent to a stage, kept until they have been sent."""
 
     stage: int
     works: list[Any]
@@ -113,11 +114,11 @@ class Sent:
 
 
 class Exchange:
-    """Sends to and receives from neighboring stages, in order; sending does not wait.
+    """Sends tensors to and receives tensors from neighboring stages, in order. Sending does not block.
 
-    Activations and gradients have separate process groups: under NCCL the two directions between a pair of ranks would
-    otherwise wait for one another. Shapes have a group too. Stages are given by number; stage 0 is on rank
-    ``timeout.first``, the others on the following ranks.
+    Activations and gradients have separate process groups with NCCL, because the two directions between a pair of ranks
+    would otherwise wait for each other. Shapes use the gloo group ``control``. Stages are given by number: stage 0 is
+    on rank ``timeout.first``, the others on the following ranks.
     """
 
     def __init__(self, device: torch.device, timeout: StageTimeout) -> None:
@@ -138,7 +139,7 @@ class Exchange:
         self.pending[forward].append(Sent(stage, works, sent))
 
     def send_gradients(self, gradients: Sequence[Tensor | None], shapes: Sequence[Shape], stage: int) -> None:
-        """Send which gradients exist, and those; a single missing gradient is sent as zeros."""
+        """Send which gradients exist, then these gradients. If there is only one and it is missing, send zeros."""
         if len(gradients) == 1:
             (shape, dtype), gradient = shapes[0], gradients[0]
             one = torch.zeros(shape, dtype=dtype, device=self.device) if gradient is None else gradient
@@ -152,7 +153,7 @@ class Exchange:
             self.pending[False][-1].tensors.append(present)
 
     def receive_gradients(self, shapes: Sequence[Shape], stage: int) -> list[Tensor | None]:
-        """Return gradients of these shapes, None where a stage has none."""
+        """Receive gradients of these shapes, None where the stage has no gradient."""
         present = torch.ones(len(shapes), dtype=torch.bool)
         if len(shapes) > 1:
             work: Any = dist.irecv(present, self.first + stage, self.control)
@@ -183,7 +184,7 @@ class Exchange:
         return list(box[0])
 
     def wait_until_sent(self, *, forward: bool, but: int = 0) -> None:
-        """Wait until everything in a direction has been sent, except the last ``but`` messages, and free it."""
+        """Wait until all messages in a direction, except the last ``but``, have been sent, and free their tensors."""
         pending = self.pending[forward]
         while len(pending) > but:
             sent = pending.popleft()

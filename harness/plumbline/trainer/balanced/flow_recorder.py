@@ -1,4 +1,4 @@
-"""Finds the data flow of a step by running it and recording each operation."""
+"""Runs a step and records each operation to find the step's data flow."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from plumbline.trainer.nested import tensors_in
 def record_data_flow(
     module: nn.Module, calls: Sequence[ModuleCall], step: Callable[[], Any], *, all_calls: bool = True
 ) -> DataFlow:
-    """Run ``step`` and return how tensors flow from call to call."""
+    """Run ``step`` and return its data flow between ``calls``. With ``all_calls``, it must not skip calls."""
     flow = DataFlow([call.name for call in calls], weights=[set() for _ in range(2 * len(calls))])
     recorder = FlowRecorder(flow, module, calls, all_calls=all_calls)
     with replaced_forwards([call.module for call in calls], recorder.standing_in), recorder:
@@ -36,17 +36,17 @@ def record_data_flow(
 
 @dataclass(frozen=True)
 class Change:
-    """The tensor of an id was changed in place at a place."""
+    """An in-place change, at a place, of the tensor with this ``id()``."""
 
     tensor: int
     place: int
 
 
 class FlowRecorder(TorchFunctionMode):
-    """Records each operation of a step, within blocks and between them.
+    """Records each operation of a step, within and between blocks.
 
-    Tensors that depend on a block's output, or are drawn at random, have labels: one stage computes them. Every stage
-    computes the others, such as those computed from the batch alone.
+    Tensors that depend on a block's output, or are drawn at random, have labels: a single stage computes them. Every
+    stage computes all other tensors, such as those that depend on the batch alone.
     """
 
     def __init__(self, flow: DataFlow, module: nn.Module, calls: Sequence[ModuleCall], *, all_calls: bool) -> None:
@@ -60,12 +60,14 @@ class FlowRecorder(TorchFunctionMode):
         self.from_weights: Any = WeakTensorKeyDictionary()
         self.made_at: Any = WeakTensorKeyDictionary()
         self.storages: dict[int, weakref.ref[Any]] = {}
+        # By storage: in-place changes of labelled tensors, the place where the storage was first labelled, and the
+        # place where a block, or an operation on its outputs, changed a tensor without a label.
         self.changes: dict[int, list[Change]] = {}
         self.since: dict[int, int] = {}
         self.spoiled: dict[int, int] = {}
 
     def standing_in(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a forward that records the call, unless another block makes it."""
+        """Return a forward that records the call, unless another block makes the call."""
 
         def stand_in(*args: Any, **kwargs: Any) -> Any:
             if self.position.inside:
@@ -83,7 +85,7 @@ class FlowRecorder(TorchFunctionMode):
             with torch._C.DisableTorchFunction():
                 self._note_changes(given, before, returning=True)
                 self._note_assigned()
-                for buffer, previous in buffers:  # operations as batch_norm change some without telling
+                for buffer, previous in buffers:  # batch_norm and others change buffers without a new version
                     if buffer.layout is torch.strided and not torch.equal(buffer, previous):
                         self._note_change(self.held[id(buffer)])
                 trains = next(module.parameters(), None) is not None
@@ -171,7 +173,7 @@ class FlowRecorder(TorchFunctionMode):
             self._use_changed(tensor, label)
 
     def _use_changed(self, tensor: Tensor, label: Label | None) -> None:
-        """Forbid cuts that would separate the tensor from one that shares its memory and was changed in place."""
+        """Forbid cuts between the tensor's use and in-place changes of tensors that share its memory."""
         key = self._memory(tensor)
         if key in self.spoiled:
             place = self.spoiled[key]
@@ -199,12 +201,12 @@ class FlowRecorder(TorchFunctionMode):
             elif id(tensor) in self.held:
                 self._note_change(self.held[id(tensor)])
             elif self.position.inside and not returning:
-                pass  # nothing but what a block has made itself: its arguments are compared when it returns
+                pass  # a tensor that the block has made itself, or an argument, which is compared when it returns
             else:
                 self.spoiled.setdefault(memory, place)
 
     def _note_change(self, name: str, *, everywhere: bool = False) -> None:
-        """Record a change of a parameter or buffer; ``everywhere``: each stage that runs this code makes it."""
+        """Record a change of a parameter or buffer. ``everywhere``: all stages that run this code make the change."""
         place = self.position.place
         if everywhere:
             until: int | None = place
@@ -228,7 +230,7 @@ class FlowRecorder(TorchFunctionMode):
         storage = tensor.untyped_storage()
         key: int = storage._cdata
         known = self.storages.get(key)
-        if known is None or known() is None:  # another tensor had it before
+        if known is None or known() is None:  # a new storage, perhaps with the key of one that has been freed
             self.storages[key] = weakref.ref(storage)
             for known_of in (self.changes, self.since, self.spoiled):
                 known_of.pop(key, None)
@@ -240,7 +242,7 @@ def versions(tensors: list[Tensor]) -> list[int]:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return how often the tensor's memory was changed in place."""
+    """Return the number of in-place changes of the tensor's memory, 0 for inference tensors."""
     return 0 if tensor.is_inference() else tensor._version
 
 

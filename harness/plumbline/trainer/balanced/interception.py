@@ -1,4 +1,4 @@
-"""Runs a part of a user's step: calls of earlier blocks are skipped, and the step ends before the first later one."""
+"""Runs a part of a user's step: skips the calls of earlier blocks, and ends the step before the first later block."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ADVICE = "Return modules from configure_blocks that every step calls."
 
 
 class StageOver(BaseException):
-    """Ends the user's step on a stage that is not the last; ``departing`` are the inputs of the next stage."""
+    """Ends the user's step on a stage that is not the last. ``departing`` are the tensors for the next stage."""
 
     def __init__(self, departing: list[Tensor]) -> None:
         super().__init__()
@@ -30,18 +30,18 @@ class StageOver(BaseException):
 
 @dataclass(frozen=True)
 class Skipped:
-    """The outputs of a call without values; ``given`` maps those that are arguments to the argument's number."""
+    """The outputs of a call without values. ``given`` maps ids of outputs that are arguments to argument numbers."""
 
     outputs: Any
     given: dict[int, int]
 
 
 class Interception:
-    """Runs parts of a step that calls these modules, given by name, in order.
+    """Runs parts of a step that calls these modules, given with their names, in order.
 
-    Tensors of skipped calls report ``device``. ``drawn`` are the labels of tensors that operations between calls draw
-    at random, on one stage. In a ``trial``, the outputs of skipped calls are not cached, and a call that returns
-    numbers that depend on values raises ``NoValuesError``.
+    Outputs of skipped calls report ``device`` as their device. ``drawn`` has the labels of tensors that operations
+    between calls draw at random, on one stage only. In a ``trial``, the outputs of skipped calls are not cached, and
+    skipped calls that return or store numbers that depend on values raise ``NoValuesError``.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Interception:
             yield self
 
     def run(self, part: Part, inputs: Sequence[Tensor], step: Callable[[], Any]) -> Any:
-        """Run a part of ``step`` on the arriving tensors ``inputs``; return what departs, or the step's outputs.
+        """Run a part of ``step`` on the arriving tensors ``inputs``. Return departing tensors or the step's outputs.
 
         ``inputs`` must not be used afterwards.
         """
@@ -100,7 +100,7 @@ class Interception:
         return outputs
 
     def note_operation(self, func: Any, outputs: Any) -> Any:
-        """Record an operation between calls; outputs that another stage draws at random have no values."""
+        """Record an operation between calls. Replace outputs that another stage draws at random by remote tensors."""
         self.position.pass_operation(func)
         if self.position.place < self.part.first > 0 and self.position.label(0) in self.drawn:
             outputs = map_tensors(lambda tensor: RemoteTensor.like(tensor, self.device), outputs)
@@ -118,7 +118,7 @@ class Interception:
             if not self.active:
                 return forward(*args, **kwargs)
             number = self._count(module)
-            with self._aside():  # a block that is called inside another one is part of it
+            with self._aside():  # a block that is called within another block is part of that block
                 self.position.enter(number)
                 self._begin_or_end()
                 if self.position.place < self.part.first:
@@ -142,7 +142,7 @@ class Interception:
     def _aside(self) -> Iterator[None]:
         numbering = _get_current_function_mode() is self._between  # type: ignore[no-untyped-call]
         self.active = False
-        if numbering:  # it costs time in each operation
+        if numbering:  # the mode slows down each operation
             self._between.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
             yield
@@ -152,7 +152,7 @@ class Interception:
             self.active = True
 
     def _count(self, module: nn.Module) -> int:
-        """Return the number of this call. A batch may leave calls out, but not where stages meet."""
+        """Return the number of this call. A batch can leave out calls, but not those at the bounds of this stage."""
         left_out = range(self.next_call, len(self.calls))
         number = next((number for number in left_out if self.calls[number][1] is module), None)
         meets = {place // 2 for place in (self.part.first, self.part.last)}
@@ -225,7 +225,7 @@ class Interception:
 
 
 class OperationsBetween(TorchFunctionMode):
-    """Numbers the operations that a step runs between calls of blocks."""
+    """Numbers the operations of a step between calls of blocks."""
 
     def __init__(self, interception: Interception) -> None:
         super().__init__()

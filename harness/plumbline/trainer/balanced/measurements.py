@@ -1,4 +1,4 @@
-"""Measures what blocks and stages take: seconds, by a device's events or a clock, and bytes, against its limit."""
+"""Measures the seconds (with device events or a clock) and bytes of blocks and stages, and checks memory limits."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from plumbline.trainer.optimizers import parameters_of
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the storages that operations allocate within the context, until they are freed.
+    """Counts the bytes of storages that operations allocate within the context, until they are freed.
 
-    It does not count earlier storages, what an operation allocates and frees internally, or tensors on the meta device.
+    It does not count earlier storages, temporary memory within an operation, or tensors on the meta device.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note(self, tensor: Tensor, *, new: bool) -> None:
         if tensor.is_sparse:
-            return  # its indices and values are noted by themselves where they are made
+            return  # its indices and values are noted when they are created
         storage = tensor.untyped_storage()
         size = storage.nbytes() if new and storage.device.type != "meta" else 0
         known = self._seen.get(storage._cdata)
@@ -65,12 +65,12 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @dataclass
 class StageMemory:
-    """Measures the batches up to the first one that starts with optimizer state; later ones cost nothing.
+    """Measures a stage's peak memory and checks that it is at most ``allowed`` bytes (None: no limit).
 
-    On devices the allocator counts. On the CPU, the storages of parameters, buffers, gradients and optimizer state
-    count, and what is alive of a batch's allocations, but neither the batch itself nor temporary memory of an
-    optimizer's step. Weights of ``module`` that are on other stages are empty. ``allowed`` is in bytes, None without a
-    limit.
+    It measures batches up to the first that starts with optimizer state, so later batches are not slowed down. On
+    devices, the allocator counts. On the CPU, the peak includes the storages of parameters, buffers, gradients and
+    optimizer state, and a batch's allocations, but neither the batch itself nor temporary memory of an optimizer step.
+    Weights of ``module`` on other stages are empty.
     """
 
     name: str
@@ -84,13 +84,13 @@ class StageMemory:
 
     def __post_init__(self) -> None:
         if counts_peak(self.device):
-            reset_peak_memory(self.device)  # planning has measured all blocks there
+            reset_peak_memory(self.device)  # because planning has measured all blocks on this device
         for number, optimizer in enumerate(self.optimizers):
             self._note_first_step(number, optimizer)
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Measure a batch: forward and backward."""
+        """Measure the forward and backward of a batch."""
         self.measuring = len(self._stepped) < len(self.optimizers)
         if counts_peak(self.device):
             yield
@@ -110,7 +110,7 @@ class StageMemory:
         def note(*_: Any) -> None:
             handle.remove()
             self._stepped.add(number)
-            if not counts_peak(self.device):  # there the next batch notes it
+            if not counts_peak(self.device):  # otherwise, the next batch's peak includes it
                 self._note(self._held_bytes())
 
         handle = optimizer.register_step_post_hook(note)
@@ -135,13 +135,14 @@ class StageMemory:
 
 
 Clock = Callable[[], Any]
-"""Returns a point in time, for ``median_seconds``."""
+"""A function that returns a point in time, for ``median_seconds``."""
 
 
 def computing_clock(device: torch.device) -> Clock:
     """Return a clock for this thread's computation on a device.
 
-    On the CPU it counts this thread's own time, since simulated devices may share cores with other processes.
+    On a CPU with one thread, it is the thread's CPU time, because simulated devices can share cores with other
+    processes.
     """
     if device.type == "cpu" and torch.get_num_threads() == 1:
         return thread_time
@@ -171,21 +172,21 @@ def _when_idle(device: torch.device) -> float:
 
 
 KEPT = 256
-"""Of how many micro-batches, the last ones, times are kept."""
+"""Number of latest times that are kept of each kind, such as of forwards."""
 
 
 class StageClock:
-    """Measures the computation of this stage without waiting, and whole batches with it."""
+    """Measures this stage's computation without waiting, and whole batches including waiting."""
 
     def __init__(self, device: torch.device) -> None:
         self.computing, self.wall = computing_clock(device), wall_clock(device)
         self.spans: dict[str, deque[tuple[Any, Any]]] = defaultdict(lambda: deque(maxlen=KEPT))
         self.disturbed = False
-        """Whether what was measured so far took longer than usual: it counts only if nothing follows."""
+        """Whether the times so far are too long. They are then discarded at the next measurement, if there is one."""
 
     @contextmanager
     def measure(self, kind: str) -> Iterator[None]:
-        """Measure a piece of work, unless it raises: its computing, or of a whole ``"batch"`` the waiting too."""
+        """Measure the computation in this context, unless it raises. For kind ``"batch"``, include waiting."""
         if self.disturbed:
             self.disturbed = False
             self.spans.clear()
@@ -195,6 +196,6 @@ class StageClock:
         self.spans[kind].append((start, clock()))
 
     def report(self) -> tuple[float, float]:
-        """Return the seconds of a micro-batch and of a batch."""
+        """Return the median seconds of a micro-batch (forward + backward) and of a batch."""
         forward, backward, batch = (median_seconds(self.spans[kind]) for kind in ("forward", "backward", "batch"))
         return forward + backward, batch

@@ -1,9 +1,9 @@
-"""The exact partition of a chain of blocks into stages, by dynamic programming under each device's memory limit.
+"""The optimal partition of a chain of blocks into stages, by dynamic programming with a memory limit per device.
 
-With per-stage seconds t of one micro-batch, a step of m micro-batches takes Σt + (m − 1) · max t where all stages are
-alike, and the partition that makes this least is the one asked for. Σt is the same for every partition, so the least
-largest t is what is found; among those, the least largest peak memory. To t belongs 1/m of the seconds that a stage's
-optimizers take once a step: a stage has to do its share of both before the next step.
+Let t be a stage's seconds for one micro-batch. If all stages are equal, a step of m micro-batches takes
+Σt + (m − 1) · max t. Σt is the same for every partition, so the best partition minimises max t and, among equals, the
+largest peak memory. t includes 1/m of the seconds that the stage's optimizers take per step, because a stage must
+complete both before the next step.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ INFINITE = float("inf")
 
 
 class DoesNotFitError(MisconfigurationError):
-    """The devices' memory does not suffice."""
+    """The devices do not have enough memory."""
 
 
 class StageCosts:
-    """What consecutive blocks cost on one device, for each range of blocks ``first`` to ``last - 1``."""
+    """The costs of consecutive blocks ``first`` to ``last - 1`` on one device."""
 
     def __init__(self, profile: Profile, stages: int, micro_batches: int) -> None:
         self.names = [block.name for block in profile.blocks]
@@ -49,8 +49,8 @@ class StageCosts:
     def peak_bytes(self, first: int, last: int, stage: int) -> int:
         """Return the peak memory of stage number ``stage``.
 
-        It is the sum of its state, the activations of the micro-batches in flight, the working memory of one of them,
-        and the gradient that the previous stage has not received yet.
+        This is the sum of its state, the working memory of one micro-batch, the activations of the other micro-batches
+        in flight, and a gradient that the previous stage has not received yet.
         """
         others = min(self.stages - stage, self.micro_batches) - 1
         place = last - first
@@ -61,10 +61,10 @@ class StageCosts:
 def partition(
     profile: Profile, stages: int, micro_batches: int, memory: Sequence[int] | None = None
 ) -> tuple[Stage, ...]:
-    """Return the stages whose slowest is fastest; among those, whose largest peak memory is least.
+    """Return the stages that minimise the time of the slowest stage and, among equals, the largest peak memory.
 
-    Takes O(n² · stages) for n blocks. ``profile`` was measured with as many ``micro_batches``. ``memory`` has the bytes
-    that the device of each stage may hold, None without a limit.
+    This takes O(n² · stages) time for n blocks. ``micro_batches`` are those of one pipeline in a step. ``memory`` has
+    the maximum bytes of each stage's device. None: no limit.
     """
     blocks = len(profile.blocks)
     if stages > blocks:
@@ -93,18 +93,18 @@ def partition(
         return peak if share(first, last) <= slowest and fits(first, last, stage) else INFINITE
 
     _, lightest = _least_maximum(blocks, stages, peak_bytes)
-    assert lightest is not None  # the partition that was found is one
+    assert lightest is not None  # ``found`` satisfies the conditions
     return lightest
 
 
 def _least_maximum(
     blocks: int, stages: int, cost: Callable[[int, int, int], float]
 ) -> tuple[float, tuple[Stage, ...] | None]:
-    """Return the least largest ``cost(first, last, stage)`` over a partition's stages, and a partition with it.
+    """Return the minimum over partitions of a partition's largest ``cost(first, last, stage)``, and such a partition.
 
-    None stands for the partition if each has a stage of infinite cost.
+    The partition is None if every partition has a stage of infinite cost.
     """
-    # best[last]: of the partitions of the first `last` blocks into the stages so far
+    # best[last]: the minimum for partitions of the first `last` blocks into the stages so far
     best = [0.0] + [INFINITE] * blocks
     cuts: list[list[int]] = []
     for stage in range(stages):
@@ -130,7 +130,7 @@ def _what_does_not_fit(costs: StageCosts, memory: Sequence[int]) -> str:
     blocks, stages = len(costs.names), len(memory)
     advice = "Use more devices or memory, or a smaller batch."
     for block in range(blocks):
-        # It has to be on one of the stages that leave a block for each stage before and after it.
+        # The stages that can have this block and leave a block for each stage before and after.
         places = range(max(0, stages - (blocks - block)), min(stages, block + 1))
         needs = {stage: costs.peak_bytes(block, block + 1, stage) for stage in places}
         if all(needed > memory[stage] for stage, needed in needs.items()):
@@ -139,7 +139,7 @@ def _what_does_not_fit(costs: StageCosts, memory: Sequence[int]) -> str:
                 f"Block {block} ({costs.names[block]}) does not fit on any device: on device {stage} it needs "
                 f"{needs[stage]:,} bytes alone, and {memory[stage]:,} are allowed. {advice}"
             )
-    starts = {0}  # blocks with which the stage may begin, all before them being placed
+    starts = {0}  # blocks with which the stage can begin if all earlier blocks are on earlier stages
     for stage in range(stages):
         enough = blocks - (stages - stage - 1)  # each stage after this one needs a block
         ends = {
@@ -148,7 +148,7 @@ def _what_does_not_fit(costs: StageCosts, memory: Sequence[int]) -> str:
             for last in range(first + 1, enough + 1)
             if costs.peak_bytes(first, last, stage) <= memory[stage]
         }
-        # With nothing placed the block with which the stage begins is left over, else the one after the furthest.
+        # The block that is left over: the one after the furthest end, or the stage's first if no block fits on it.
         left, first = max(ends, default=(max(starts), max(starts)))
         starts = {last for last, _ in ends}
         if not starts:
@@ -164,9 +164,9 @@ Cost = TypeVar("Cost", int, float)
 
 
 def _once(costs: Sequence[Cost], shared: Sequence[tuple[tuple[int, ...], Cost]]) -> list[list[Cost]]:
-    """Return for each first block the sums over 0, 1, … blocks from it on.
+    """Return, for each first block, the sums of ``costs`` over the 0, 1, … blocks from it on.
 
-    What is ``shared``, blocks and what each of them counts for it, counts once.
+    ``shared`` has costs that are part of the costs of several blocks, each with these blocks. A sum counts them once.
     """
     sums = []
     for first in range(len(costs)):
@@ -180,9 +180,9 @@ def _once(costs: Sequence[Cost], shared: Sequence[tuple[tuple[int, ...], Cost]])
 
 
 def _activations(profile: Profile, *, returned: bool) -> list[list[int]]:
-    """Return for each first block what 0, 1, … blocks from it on keep of a micro-batch between forward and backward.
+    """Return, for each first block, the bytes of a micro-batch that the 0, 1, … blocks from it on keep for backward.
 
-    That is what the blocks save and, with ``returned``, what the last of them returned.
+    These are the tensors that the blocks save and, with ``returned``, the outputs of the last block.
     """
     own = [block.saved_bytes for block in profile.blocks]
     for tensor in profile.travelling:
@@ -192,7 +192,7 @@ def _activations(profile: Profile, *, returned: bool) -> list[list[int]]:
     for first in range(len(own)):
         kept = list(accumulate(own[first:], initial=0))
         for tensor in profile.travelling:
-            keeper = _keeper(tensor, first)  # from there on it is there in any case
+            keeper = _keeper(tensor, first)  # ranges with this block count the tensor in any case
             for last in range(first + 1, len(own) + 1):
                 if keeper < last or (returned and last - 1 in tensor.leaves):
                     kept[last - first] += tensor.bytes
@@ -205,11 +205,11 @@ def _keeper(tensor: Travelling, first: int) -> float:
 
 
 def _working(profile: Profile, activations: list[list[int]]) -> list[list[int]]:
-    """Return for each first block what is alive at most of the micro-batch that passes through 0, 1, … blocks.
+    """Return, for each first block, the peak bytes of the micro-batch that passes through 0, 1, … blocks from it on.
 
-    While the first block runs, what arrived is alive. While the last block runs that is all they keep, and what the
-    block needs meanwhile. While another one runs backward, the blocks before it have all of theirs, those after it
-    nothing but what the last one returned, and its gradient.
+    While the first block runs, its inputs are alive. While the last block runs, everything that the blocks keep is
+    alive, and the block's temporary memory. While another block runs backward, everything that it and earlier blocks
+    keep is alive, but of later blocks only the outputs of the last one, and their gradients.
     """
     sums = []
     for first, (kept, saved) in enumerate(zip(activations, _activations(profile, returned=False), strict=True)):
@@ -225,7 +225,7 @@ def _working(profile: Profile, activations: list[list[int]]) -> list[list[int]]:
             keepers = {_keeper(one, first) for one in returned}
             after = 0
             for end in {last - 1, *(int(keeper) for keeper in keepers if keeper < last)} - {first}:
-                # While a block before ``end`` runs backward, these are there only because they were returned.
+                # While blocks before ``end`` run backward, these are alive only because the last block returned them.
                 more = sum(one.bytes for one in returned if _keeper(one, first) >= end)
                 after = max(after, backward[end - first] + more + block.output_bytes)
             alive.append(max(forward, held + block.transient_bytes, after))

@@ -1,4 +1,4 @@
-"""One stage of the pipeline: forward and backward of the micro-batches of a batch."""
+"""Runs one stage of the pipeline: the forwards and backwards of a batch's micro-batches."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class Place:
 class Passed:
     """A micro-batch between its forward and its backward on this stage.
 
-    ``gradients`` are those of the arrived tensors, ``arrived`` their shapes. ``departed`` are the tensors whose
-    gradients come back.
+    ``arrived`` are the shapes of the tensors received from the previous stage, ``gradients`` their gradients.
+    ``departed`` are the sent tensors whose gradients the next stage sends back.
     """
 
     gradients: list[Tensor | None]
@@ -59,11 +59,11 @@ class Passed:
 class Pipeline:
     """Runs this rank's stage of each batch.
 
-    Neighboring stages exchange the tensors that cross the cut between them. A stage passes on what it does not use
-    itself; the gradients of a tensor that several stages use are summed on the way back. The order is 1F1B (Narayanan
-    et al. 2019, PipeDream; synchronous as in Megatron-LM): a stage has at most as many micro-batches between forward
-    and backward as there are stages from it to the end. The loss of a batch is the mean over its ``micro_batches``;
-    each replica of the pipeline takes an equal share of them.
+    Neighboring stages exchange the tensors that cross the cut between them. A stage also passes on tensors that only
+    later stages use. If several stages use a tensor, its gradients are summed on the way back. The schedule is 1F1B
+    (Narayanan et al. 2019, PipeDream; synchronous as in Megatron-LM): a stage has at most as many micro-batches between
+    forward and backward as there are stages from it to the end. The loss of a batch is the mean over its
+    ``micro_batches``, of which each replica of the pipeline takes an equal share.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Pipeline:
         self.clock = StageClock(exchange.device)
 
     def train(self, step: Callable[[Any], Tensor], batch: Any, share: int, key: Any) -> Tensor:
-        """Add the gradients of the batch's mean loss / ``share``, those of this replica's micro-batches.
+        """Add this replica's part of the gradients of the batch's mean loss / ``share``.
 
         ``step`` returns the loss of a micro-batch, and ``share`` is the number of batches in an optimizer step. ``key``
         distinguishes this step from others with batches of the same shapes. Returns the mean loss of this replica's
@@ -115,7 +115,7 @@ class Pipeline:
         return torch.stack(losses).double().mean() if losses else torch.zeros((), device=self.exchange.device)
 
     def evaluate(self, step: Callable[[Any], Any], batch: Any, key: Any) -> Any:
-        """Return the outputs of ``step`` for a whole batch on the last stage, else None."""
+        """Return the outputs of ``step`` for a whole batch on the last stage, None on other stages."""
         outputs = self._forward(step, batch, key, train=False)[1]
         self.exchange.wait_until_sent(forward=True, but=MOST_PENDING)
         return outputs
@@ -127,7 +127,7 @@ class Pipeline:
         if number:
             if not known:
                 self.shapes[key] = [self.exchange.receive_shapes(number - 1), None]
-            # In 1F1B the stage before receives all gradients that were sent to it, except the last, before it sends.
+            # In 1F1B, the previous stage receives all gradients except the last before it sends the next activations.
             self.exchange.wait_until_sent(forward=False, but=1)
             arriving = self.exchange.receive(self.shapes[key][0], number - 1, forward=True)
         gradients: list[Tensor | None] = [None] * len(arriving)
@@ -166,7 +166,8 @@ class Pipeline:
                 self.precision.backward(loss)
         else:
             received = self.exchange.receive_gradients(shapes_of(passed.departed), self.place.number + 1)
-            # These gradients are those of the oldest micro-batch here: the next stage has received all earlier ones.
+            # The next stage sends a micro-batch's gradients after it has received the activations of this and all
+            # earlier ones, so only those of the ``in_flight`` later ones can still be pending.
             self.exchange.wait_until_sent(forward=True, but=in_flight)
             pairs = [
                 (tensor, gradient)
@@ -187,16 +188,16 @@ class Pipeline:
 
 
 MOST_PENDING = 16
-"""The number of validation batches whose messages may be pending."""
+"""Maximum number of validation batches whose messages can be pending."""
 
 
 class Arrival(torch.autograd.Function):
-    """Makes a received tensor part of the graph and records its gradient; blocks may change the tensor in place."""
+    """Adds a received tensor to the autograd graph and records its gradient. Blocks can change the tensor in place."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, tensor: Tensor, gradients: list[Tensor | None], place: int) -> Tensor:
         ctx.gradients, ctx.place = gradients, place
-        ctx.mark_dirty(tensor)  # else autograd returns a view, which must not be changed in place
+        ctx.mark_dirty(tensor)  # otherwise autograd returns a view, which must not be changed in place
         return tensor
 
     @staticmethod
@@ -206,14 +207,14 @@ class Arrival(torch.autograd.Function):
 
 
 def note_gradient(tensor: Tensor, gradients: list[Tensor | None], place: int) -> Tensor:
-    """Return ``tensor`` such that backward writes its gradient to ``gradients[place]``."""
+    """Return ``tensor`` in a graph whose backward writes the tensor's gradient to ``gradients[place]``."""
     anchor = torch.empty(0, requires_grad=True)
     noted: Tensor = Arrival.apply(anchor, tensor, gradients, place)  # type: ignore[no-untyped-call]
     return noted
 
 
 def split(batch: Any, micro_batches: int) -> Sequence[Any]:
-    """Return the batch's micro-batches, of equal sizes."""
+    """Split the batch into micro-batches of equal size."""
     samples = batch_length(batch)
     if samples % micro_batches or not samples:
         raise MisconfigurationError(indivisible(samples, micro_batches))

@@ -1,4 +1,4 @@
-"""Draws batches on one rank for all stages, so that data order and augmentation are as on one device."""
+"""Draws batches on one rank for all stages, so that data order and augmentation are the same as on one device."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from plumbline.trainer.errors import MisconfigurationError
 
 
 class SameBatches:
-    """Yields the batches of rank 0's loader on all ranks; on other ranks ``loader`` is not iterated."""
+    """Yields the batches of rank 0's loader on all ranks. Other ranks do not iterate over their ``loader``."""
 
     def __init__(self, loader: Any, rank: int, control: Any, timeout: StageTimeout) -> None:
         self.loader, self.rank, self.control, self.timeout = loader, rank, control, timeout
-        self.sampler = self  # that is what is told the epoch
+        self.sampler = self  # because set_epoch() is called on a loader's sampler
 
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self.loader) if self.rank == 0 else iter(())
@@ -32,7 +32,7 @@ class SameBatches:
             box = [tuple(itertools.islice(batches, 1))]
             with self.timeout.waiting("the next batch"):
                 dist.broadcast_object_list(box, 0, self.control)
-            if not box[0]:  # there is none left
+            if not box[0]:  # no batch is left
                 return
             yield box[0][0]
 
@@ -41,7 +41,7 @@ class SameBatches:
 
 
 def first_batch(loader: Any, epoch: int) -> Any:
-    """Return a batch as training will see it, without advancing the loader or random numbers."""
+    """Return a batch like those of training, without advancing the loader or random generators."""
     set_epoch(loader, epoch)
     state = random.getstate()
     with torch.random.fork_rng([]):
@@ -52,7 +52,7 @@ def first_batch(loader: Any, epoch: int) -> Any:
 
 
 def _copied(loader: Any) -> Any:
-    """Return a loader that draws in this process, from copies of the samplers; the dataset is the same."""
+    """Return a loader that loads in this process, with copies of the samplers and the same dataset."""
     if not isinstance(loader, DataLoader):
         return loader
     clone, memo = copy.copy(loader), {id(loader.dataset): loader.dataset}
@@ -66,7 +66,7 @@ def _copied(loader: Any) -> Any:
 
 
 def sizes_of_batches(loader: Any) -> set[int]:
-    """Return the sizes of batches as far as they are known in advance: the usual one and that of the last batch."""
+    """Return the batch sizes that are known in advance: the usual size and the last batch's."""
     batch_size, samples = getattr(loader, "batch_size", None), known_length(getattr(loader, "dataset", ()))
     if batch_size is None:
         return set()
@@ -77,7 +77,7 @@ def sizes_of_batches(loader: Any) -> set[int]:
 
 
 def possible_micro_batches(loader: Any, wanted: int | None) -> list[int]:
-    """Return the numbers of micro-batches that divide all batches of the loader, or ``wanted`` alone if it is given."""
+    """Return the numbers of micro-batches that divide all batches of the loader, or only ``wanted`` if it is given."""
     sizes = sizes_of_batches(loader)
     if wanted is not None:
         for size in sizes:

@@ -1,4 +1,4 @@
-"""Plans a balanced training on its first batch: finds blocks, measures them, and chooses the fastest partition."""
+"""Plans a balanced training with its first batch: finds blocks, measures them, and chooses the fastest plan."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def best_plan(
     memory: Sequence[int] | None = None,
     stages: Sequence[int] | None = None,
 ) -> StagePlan:
-    """Return the plan with the shortest simulated step, that of the optimizers included.
+    """Return the plan with the shortest simulated step, including the optimizers' step.
 
-    ``profiles`` are by the number of micro-batches. ``memory`` has the bytes of each device; device ``d`` has stage
-    ``d`` modulo the number of stages. ``stages`` are the numbers of stages to choose from, divisors of ``devices``, by
-    default ``devices`` alone; on the other devices are replicas, which share the micro-batches. If no plan fits, the
-    error is that of the plan with the most stages and micro-batches.
+    The keys of ``profiles`` are numbers of micro-batches. ``memory`` has the bytes of each device; device ``d`` has
+    stage ``d`` modulo the number of stages. ``stages`` are the numbers of stages to choose from, divisors of
+    ``devices``; by default only ``devices``. The other devices have replicas of the stages, which share the
+    micro-batches. If no plan fits, the error is that of the plan with the most stages and micro-batches.
     """
     found: list[tuple[StagePlan, Profile]] = []
     refusals: dict[tuple[bool, int, int], MisconfigurationError] = {}
@@ -64,22 +64,22 @@ def best_plan(
 
 
 LEAST_GAIN = 1e-9
-"""The least relative gain that is worth another plan; less is rounding."""
+"""Minimum relative gain for which a plan replaces another. Smaller gains are rounding errors."""
 
 WORTH_IMPROVING = 2.0
-"""Plans that take at most this many times the best plan's step are improved block by block."""
+"""Plans are improved block by block if their step takes at most this many times the shortest step."""
 
 
 def cost(planned: StagePlan) -> tuple[float, int]:
-    """Return the cost by which plans are compared: the seconds from step to step, then the largest peak memory."""
+    """Return the cost by which plans are compared: the seconds from one step to the next, then the peak memory."""
     return planned.predicted.period_seconds, max(planned.predicted.stage_peak_bytes)
 
 
 def improved(best: StagePlan, measured: Profile) -> StagePlan:
-    """Return the plan that results from moving single blocks between stages as long as that makes it faster.
+    """Move single blocks between stages as long as that makes the plan faster, and return the resulting plan.
 
-    A partition minimises the slowest stage, which is what counts with many micro-batches. With few of them the start
-    and the end of a step count as well, and so do the optimizers' steps there.
+    A partition minimises the time of the slowest stage, which dominates if there are many micro-batches. If there are
+    few, the start and the end of a step also matter, and the optimizers' steps there.
     """
     while True:
         others = (
@@ -93,7 +93,7 @@ def improved(best: StagePlan, measured: Profile) -> StagePlan:
 
 
 def moved_by_one(stages: Sequence[Stage]) -> Iterator[tuple[Stage, ...]]:
-    """Yield the stages with one boundary moved by one block; each stage keeps a block."""
+    """Yield the stages with one boundary moved by one block. Each stage keeps at least one block."""
     bounds = [0, *(stage.last for stage in stages)]
     for place in range(1, len(stages)):
         for bound in (bounds[place] - 1, bounds[place] + 1):
@@ -144,14 +144,14 @@ def plan_stages(
 
 
 Trial = tuple[Callable[[Any], Any], Any]
-"""The training or validation step, and the batch on which it is tried."""
+"""The training or validation step, and the batch with which it is tried."""
 
 MOST_DEVICES = 64
-"""The largest number of devices that is tried to find one that would do."""
+"""Maximum number of devices that is tried to find a number that would suffice."""
 
 
 def plan_without_training(trainer: Any, module: Module, device: torch.device) -> Balance:
-    """Return how ``module`` would be distributed. ``module`` is not changed."""
+    """Return the plan by which ``module`` would be distributed. ``module`` is not changed."""
     copied = deepcopy(module)
     copied.trainer = trainer
     precision = trainer.plan.precision(trainer.plan.dtype, trainer.plan.accelerator)
@@ -161,7 +161,7 @@ def plan_without_training(trainer: Any, module: Module, device: torch.device) ->
     threads = torch.get_num_threads()
     try:
         if device.type == "cpu":
-            torch.set_num_threads(1)  # as ranks have it
+            torch.set_num_threads(1)  # as on ranks
         return Balance(make_plan(trainer, state, loader, val_loader, device)[1])
     finally:
         torch.set_num_threads(threads)
@@ -170,7 +170,7 @@ def plan_without_training(trainer: Any, module: Module, device: torch.device) ->
 def make_plan(
     trainer: Any, state: TrainingState, loader: Any, val_loader: Any, device: torch.device
 ) -> tuple[Chain, StagePlan]:
-    """Find the module's blocks on the first batches, measure them, and return them with the fastest plan."""
+    """Find the module's blocks with the first batches, measure them, and return them with the fastest plan."""
     plan, module, devices = trainer.plan, state.module, trainer.world_size
     counts = possible_micro_batches(loader, plan.micro_batches)
     batch = first_batch(loader, trainer.current_epoch)
@@ -179,7 +179,7 @@ def make_plan(
     first_turn = (0,) * step_takes_number(state)
     if plan.stages is not None:
         stages = [plan.stages]
-    else:  # each node has whole pipelines, or each pipeline has whole nodes
+    else:  # each node has complete pipelines, or each pipeline has complete nodes
         node = plan.processes_per_node
         whole = [number for number in divisors(devices) if number % node == 0 or node % number == 0]
         stages = whole[1:] or whole
@@ -198,7 +198,7 @@ def make_plan(
     def find(devices: int, least: int) -> Chain:
         try:
             return blocks_on(device, trainer, module, tried, devices, least)
-        except OutOfMemoryError:  # the module may fit in stages only; blocks are measured one by one
+        except OutOfMemoryError:  # perhaps only stages fit on the device, where blocks are measured one by one
             return blocks_on(torch.device("cpu"), trainer, module, tried, devices, least)
 
     def measure(chain: Chain) -> dict[int, Profile]:
@@ -230,8 +230,8 @@ def measure_chain(
 ) -> dict[int, Profile]:
     """Return a profile of a chain's blocks for each number of micro-batches in ``counts``.
 
-    Each number is profiled with micro-batches of its own size, since a small one takes longer per sample. A number is
-    left out if the step cannot take its micro-batches, as BatchNorm cannot take one sample.
+    Each number is profiled with micro-batches of the resulting size, because small ones take longer per sample. Numbers
+    whose micro-batches make the step fail are left out, such as micro-batches of one sample with BatchNorm.
     """
     state = optimizer_state_bytes(module, optimizers)
     profiles: dict[int, Profile] = {}
@@ -253,7 +253,7 @@ def measure_chain(
 def devices_that_would_do(
     find: Callable[[int], Chain], measure: Callable[[Chain], dict[int, Profile]], devices: int, memory: int
 ) -> int | None:
-    """Return the least number of devices that would hold the module, None if no number up to 64 does."""
+    """Return the least number of devices with enough memory for the module, None if no number up to 64 suffices."""
     profiles: dict[Chain, dict[int, Profile]] = {}
     for count in range(devices + 1, MOST_DEVICES + 1):
         try:
@@ -277,7 +277,7 @@ def blocks_on(
     devices: int,
     least: int,
 ) -> Chain:
-    """Move the module to a device and return the blocks, ``least`` or more, that the steps ``tried`` find there."""
+    """Move the module to a device, run the steps ``tried`` there, and return the blocks, at least ``least``."""
     module.to(device)
     steps = [partial(run, map_tensors(lambda tensor: tensor.to(device), inputs)) for run, inputs in tried]
     training_device, trainer.device = trainer.device, device  # the user's step reads it

@@ -1,4 +1,4 @@
-"""Measures each block with a real micro-batch, and optimizers with copies of them, without changing the module."""
+"""Measures each block with a real micro-batch, and the steps of copied optimizers, without changing the module."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ from plumbline.trainer.nested import map_tensors, tensors_in
 
 
 def optimizer_state_bytes(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, int]:
-    """Return the bytes of optimizer state of each parameter, by its name.
+    """Return the bytes of optimizer state of each parameter by name.
 
-    A copy of the optimizer, without state, steps one parameter after the other on the meta device, where nothing is
-    allocated. An optimizer that cannot do this steps a copy of the parameter, with zeros as its gradient, dense or
-    sparse.
+    A copy of the optimizer, without state, steps each parameter on the meta device, where nothing is allocated. If that
+    fails, it steps a copy of the parameter with a gradient of zeros, first dense, then sparse.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     sizes: dict[str, int] = {}
@@ -62,8 +61,8 @@ def time_steps(
 ) -> list[tuple[Any, Any]]:
     """Step copies of the optimizers, after a warm-up, and return the points in time before and after each step.
 
-    ``copies`` has tensors by the ``id`` of the parameters that they stand for. Those without gradients are left out;
-    none is changed. Returns nothing if there is nothing to step, or no memory for another copy.
+    ``copies`` has copies of parameters by the ``id`` of the parameter. Those without gradients are left out, and none
+    is changed. Returns an empty list if there is nothing to step, or not enough memory for another copy.
     """
     try:
         stepping = _copies_to_step(optimizers, copies)
@@ -104,7 +103,7 @@ def _without_state(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]
     copied.__dict__.update(optimizer.__dict__)
     copied.state = type(optimizer.state)(dict)
     copied.param_groups = groups
-    # Hooks, and a step that a scheduler has wrapped, are those of the original.
+    # Hooks, and a step that a scheduler has wrapped, belong to the original.
     copied._optimizer_step_pre_hooks = type(optimizer._optimizer_step_pre_hooks)()
     copied._optimizer_step_post_hooks = type(optimizer._optimizer_step_post_hooks)()
     copied.__dict__.pop("step", None)
@@ -129,13 +128,13 @@ REPEATS = 7
 
 @dataclass
 class Journeys:
-    """The storages that are passed between blocks; ``here`` has that of each tensor that enters the next block."""
+    """The storages that pass between blocks. ``here`` has the storage of each tensor that enters the next block."""
 
     every: list[Travelling] = field(default_factory=list)
     here: list[Travelling] = field(default_factory=list)
 
     def note(self, block: int, entering: list[Tensor], saved: Mapping[int, int], leaving: list[Tensor]) -> None:
-        """Record what a block is given, keeps and returns; ``saved`` has bytes by the address of the storage."""
+        """Record the tensors that enter and leave a block. ``saved`` has the bytes that it keeps by storage address."""
         known: dict[int, Travelling] = dict(zip(map(address, entering), self.here, strict=True)) if self.here else {}
         for tensors, ends in ((entering, "enters"), (leaving, "leaves")):
             for where, tensor in {address(tensor): tensor for tensor in tensors}.items():
@@ -151,7 +150,7 @@ class Journeys:
 
 @dataclass(frozen=True)
 class BlockProfile:
-    """One block's times and sizes, and its outputs."""
+    """The measured seconds and bytes of one block, and its outputs."""
 
     forward: float
     backward: float
@@ -169,13 +168,13 @@ def profile(
     optimizers: Sequence[torch.optim.Optimizer] = (),
     repeats: int = REPEATS,
 ) -> Profile:
-    """Run each block of ``module`` on ``device``, forward and backward, and return what it costs.
+    """Run each block of ``module`` on ``device``, forward and backward, and return the costs.
 
-    ``inputs`` are those of the module, of one micro-batch; each device has them, so they are not counted. One block at
-    a time is on the device, with copies of its buffers. Seconds are medians of ``repeats`` after a warm-up. They are
-    those of a micro-batch that is not the first of its step: gradients exist and are added to. ``optimizer_state`` has
-    bytes by the name of the parameter, and copies of ``optimizers`` are stepped. The module, its gradients and the
-    random numbers stay as they are.
+    ``inputs`` are the module's inputs for one micro-batch. Every device has them, so they are not counted. Only one
+    block at a time is on the device, with copies of its buffers. Seconds are medians of ``repeats`` runs after a
+    warm-up. Gradients already exist in these runs, as for all but the first micro-batch of a step. ``optimizer_state``
+    has bytes by the name of the parameter. Copies of ``optimizers`` are stepped. The module, its gradients and the
+    random states do not change.
     """
     held = held_tensors(module)
     inputs = map_tensors(lambda tensor: tensor.detach().to(device), inputs)
@@ -257,7 +256,7 @@ def _measure(
     clock = computing_clock(device)
     forwards, backwards = [], []
     for _ in range(repeats):
-        torch.clear_autocast_cache()  # each micro-batch casts the weights anew
+        torch.clear_autocast_cache()  # because each micro-batch casts the weights again
         entering = _arrived(value)
         start = clock()
         with torch.enable_grad():

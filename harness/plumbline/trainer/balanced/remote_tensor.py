@@ -1,4 +1,4 @@
-"""Tensors whose values are on another stage, and calls that run on them."""
+"""Tensors whose values are on another stage, and module calls with such tensors."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ MOVES = (Tensor.cpu, Tensor.cuda)
 
 
 class NoValuesError(RuntimeError):
-    """An operation needs the values of a tensor that are on another stage."""
+    """An operation needs the values of a tensor, but these are on another stage."""
 
 
 class RemoteTensor(Tensor):
-    """Stands for an output of another stage's block, and for everything computed from it.
+    """Represents an output of another stage's block, or a tensor computed from it.
 
-    Its operations run on the meta device and return tensors of this class, so the user's code around the blocks runs
-    unchanged on every stage. ``hidden_in`` is the number of the call that made it without returning it, None otherwise.
+    Its operations run on the meta device and return tensors of this class, so that the user's code between blocks runs
+    unchanged on every stage. ``hidden_in`` is the number of the call that made it without returning it, otherwise None.
     """
 
     meta: Tensor
@@ -34,7 +34,7 @@ class RemoteTensor(Tensor):
 
     @classmethod
     def like(cls, tensor: Tensor, at: torch.device) -> RemoteTensor:
-        """Return one with the shape and dtype of ``tensor`` that reports the device ``at`` to user code."""
+        """Return a remote tensor with the shape and dtype of ``tensor``. For user code, its device is ``at``."""
         hidden_in = tensor.hidden_in if isinstance(tensor, RemoteTensor) else None
         meta = tensor.meta if isinstance(tensor, RemoteTensor) else tensor.detach().to("meta")
         made = Tensor._make_subclass(RemoteTensor, meta)  # as_subclass fails in torch 2.4 under a dispatch mode
@@ -42,7 +42,7 @@ class RemoteTensor(Tensor):
         return made
 
     def become(self, value: Tensor) -> None:
-        """Turn into ``value`` wherever this tensor is referenced; ``value`` must not be used afterwards."""
+        """Become ``value`` wherever this tensor is referenced. ``value`` must not be used afterwards."""
         with torch._C.DisableTorchFunctionSubclass():
             torch.utils.swap_tensors(self, value)  # type: ignore[no-untyped-call]
 
@@ -50,7 +50,7 @@ class RemoteTensor(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run ``func`` on the meta device; tensors that it changes in place and returns stay the same objects."""
+        """Run ``func`` on the meta device. Tensors that it changes in place and returns stay the same objects."""
         given = [tensor for tensor in tensors_in((args, kwargs or {})) if isinstance(tensor, RemoteTensor)]
         at = given[0].at
         if func == DEVICE:
@@ -65,7 +65,7 @@ class RemoteTensor(Tensor):
                 )
         except (RuntimeError, TypeError) as error:
             if "meta" not in str(error).lower():
-                raise  # it is wrong with values too
+                raise  # the operation would also fail with values
             raise NoValuesError(takes_values_by(func)) from error
         return map_tensors(lambda tensor: same[id(tensor)] if id(tensor) in same else cls.like(tensor, at), outputs)
 
@@ -107,7 +107,7 @@ def _named(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def run_without_values(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, *, trial: bool) -> Any:
-    """Return the outputs of ``forward`` for tensors without values; the buffers of ``module`` stay as they are."""
+    """Return the outputs of ``forward`` for tensors without values. The buffers of ``module`` do not change."""
     if not trial:
         with private_buffers(module):
             return forward(*args, **kwargs)
@@ -123,7 +123,7 @@ def run_without_values(module: nn.Module, forward: Callable[..., Any], args: Any
 
 
 class ValuesTaken(TorchFunctionMode):
-    """Records the first operation, ``by``, whose results or their shapes depend on values."""
+    """Records as ``by`` the first operation whose results, or the shapes of whose results, depend on values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class ValuesTaken(TorchFunctionMode):
 
 @contextmanager
 def attributes_set() -> Iterator[dict[str, bool]]:
-    """Record the attributes of modules that are set to numbers or strings, and whether their values changed."""
+    """Yield a dict of the module attributes that are set to numbers or strings: names, and whether values changed."""
     changed: dict[str, bool] = {}
     set_attribute = nn.Module.__setattr__
 

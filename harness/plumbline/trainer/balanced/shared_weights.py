@@ -1,4 +1,4 @@
-"""What stages and replicas agree on before a step: gradients of shared weights, norms, overflows, buffers."""
+"""Synchronises stages and replicas: gradients of shared weights, gradient norms, overflows, buffers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from plumbline.trainer.balanced.pipeline import Place
 
 
 class SharedWeights:
-    """Adds the gradients of weights that several stages hold, as tied ones, over these stages.
+    """Sums the gradients of weights that several stages hold, such as tied weights, over these stages.
 
-    ``holders`` names these weights and their stages, the same on all ranks. Nobody waits longer than ``limit`` seconds.
+    ``holders`` maps the names of these weights to their stages, and is the same on all ranks. Waiting times out after
+    ``limit`` seconds.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class SharedWeights:
 
 
 def sum_gradients(weights: Sequence[Tensor], group: Any) -> None:
-    """Sum the gradients of weights over a group. None counts as zero, and stays None if all are None."""
+    """Sum the gradients of weights over a group. A gradient of None counts as zero; if all are None, it stays None."""
     if not weights:
         return
     found = torch.tensor([weight.grad is not None for weight in weights], dtype=torch.int32)
@@ -55,7 +56,7 @@ def sum_gradients(weights: Sequence[Tensor], group: Any) -> None:
 
 
 def own_group(members: Sequence[Sequence[int]], limit: float, backend: str | None = None) -> Any:
-    """Make a group of each of these lists of ranks, with a timeout of ``limit`` seconds, and return this rank's.
+    """Create a group for each list of ranks, with a timeout of ``limit`` seconds, and return this rank's group.
 
     All ranks must call this.
     """
@@ -66,15 +67,15 @@ def own_group(members: Sequence[Sequence[int]], limit: float, backend: str | Non
 def clip_over_stages(parameters: Sequence[Tensor], counted: Sequence[bool], largest: float, group: Any = None) -> None:
     """Scale gradients so that their 2-norm over all stages is at most ``largest``, as ``clip_grad_norm_`` does.
 
-    ``counted`` tells which parameters' norms this stage adds: a weight on several stages counts once. ``group`` has a
-    rank of each stage; None: all ranks.
+    ``counted`` says which parameters' norms this stage contributes, because a weight on several stages counts once.
+    ``group`` has one rank of each stage; None: all ranks.
     """
     gradients = [(p.grad, count) for p, count in zip(parameters, counted, strict=True) if p.grad is not None]
     device = parameters[0].device if parameters else torch.device("cpu")
     squares = [torch.linalg.vector_norm(dense(grad)).double() ** 2 for grad, count in gradients if count]
     total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
     dist.all_reduce(total, group=group)
-    factor = torch.clamp(largest / (total.sqrt() + 1e-6), max=1.0)  # 1e-6 is that of clip_grad_norm_
+    factor = torch.clamp(largest / (total.sqrt() + 1e-6), max=1.0)  # clip_grad_norm_ also adds 1e-6
     for gradient, _ in gradients:
         gradient.mul_(factor.to(gradient.dtype))
 
@@ -84,10 +85,10 @@ def dense(gradient: Tensor) -> Tensor:
 
 
 class Beacon:
-    """Tells each stage's GradScaler of overflows on other stages, by an extra parameter in each optimizer.
+    """Informs each stage's GradScaler about overflows on other stages, by an extra parameter in each optimizer.
 
-    The scaler looks at the gradients of this process only. The beacon's gradient is infinite if any stage has an
-    infinite gradient, and zero otherwise.
+    A GradScaler checks only its own process's gradients. The gradient of the extra parameter, the beacon, is infinite
+    if a gradient is not finite on any stage, and zero otherwise.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -99,7 +100,7 @@ class Beacon:
         optimizer.param_groups[-1]["params"].append(beacon)
 
     def light(self, optimizer: Optimizer, weights: Sequence[Tensor]) -> None:
-        """Set the beacon's gradient by whether the gradients of these weights are finite on all stages."""
+        """Set the beacon's gradient: zero if the gradients of these weights are finite on all stages, else infinite."""
         finite = [torch.isfinite(dense(weight.grad)).all() for weight in weights if weight.grad is not None]
         found = (~torch.stack(finite).all()).float() if finite else torch.zeros((), device=self.device)
         dist.all_reduce(found, dist.ReduceOp.MAX)
@@ -108,9 +109,9 @@ class Beacon:
 
 @dataclass(frozen=True)
 class StageReplicas:
-    """The process groups of a rank: its pipeline, and the replicas of its stage; None without replicas.
+    """The process groups of a rank: its ``pipeline``, and the ``replicas`` of its stage, None if there are none.
 
-    ``control`` is the gloo group of the pipeline.
+    ``control`` is the pipeline's gloo group.
     """
 
     place: Place
@@ -120,7 +121,7 @@ class StageReplicas:
 
     @classmethod
     def meet(cls, place: Place, control: Any, limit: float) -> StageReplicas:
-        """Make the groups with a timeout of ``limit`` seconds; all ranks must call this.
+        """Create the groups with a timeout of ``limit`` seconds. All ranks must call this.
 
         ``control`` is a gloo group of all ranks.
         """

@@ -1,4 +1,4 @@
-"""Plans: the costs of blocks, which of them each device holds, and a simulated step, as a table and as a picture."""
+"""Plans: the costs of blocks, the blocks of each device, and a simulated step, as a table and as a picture."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FORWARD, BACKWARD = "forward", "backward"
 
 @dataclass(frozen=True)
 class Box:
-    """One forward or backward of one micro-batch on one stage; times in seconds from the start of the step."""
+    """One forward or backward of one micro-batch on one stage. Times are in seconds from the start of the step."""
 
     stage: int
     kind: str  # FORWARD or BACKWARD
@@ -26,7 +26,7 @@ class Box:
 
 @dataclass(frozen=True)
 class StageSchedule:
-    """A step as it passes through the stages."""
+    """The schedule of one step on all stages."""
 
     boxes: tuple[Box, ...]
     stages: int
@@ -38,7 +38,7 @@ class StageSchedule:
 
     @property
     def bubble_share(self) -> float:
-        """The share of all stages' time within the makespan in which they wait: 0 to 1."""
+        """The share of the stages' total time within the makespan that they spend waiting, 0 to 1."""
         available = self.stages * self.makespan
         return 1 - sum(box.end - box.start for box in self.boxes) / available if available else 0.0
 
@@ -58,7 +58,7 @@ def one_f_one_b(stage: int, stages: int, micro_batches: int) -> list[tuple[str, 
     """Return a stage's order of work: forwards until the pipeline is full, then one backward after each forward.
 
     At most ``min(stages - stage, micro_batches)`` micro-batches are in flight (Narayanan et al., "Memory-Efficient
-    Pipeline-Parallel DNN Training", 2021: PipeDream-Flush; it is torch's ``Schedule1F1B``).
+    Pipeline-Parallel DNN Training", 2021: PipeDream-Flush; torch has it as ``Schedule1F1B``).
     """
     ahead = min(stages - stage - 1, micro_batches)
     order = [(FORWARD, index) for index in range(ahead)]
@@ -70,8 +70,8 @@ def one_f_one_b(stage: int, stages: int, micro_batches: int) -> list[tuple[str, 
 def simulate(forward: Sequence[float], backward: Sequence[float], micro_batches: int) -> StageSchedule:
     """Return the schedule of one step, given each stage's seconds for one micro-batch.
 
-    A stage works in the order of 1F1B and starts each piece as soon as its input is there: a forward needs that of the
-    stage before, a backward that of the stage after. Transfers take no time.
+    A stage works in 1F1B order and starts each forward and backward as soon as its input is ready: a forward needs the
+    previous stage's forward, a backward the next stage's backward. Transfers take no time.
     """
     stages = len(forward)
     waiting = [iter(one_f_one_b(stage, stages, micro_batches)) for stage in range(stages)]
@@ -103,21 +103,21 @@ def _ready(ends: dict[tuple[str, int, int], float], kind: str, stage: int, index
 
 @dataclass(frozen=True)
 class BlockCost:
-    """One block, profiled with micro-batches of one size."""
+    """The costs of one block, measured with micro-batches of one size."""
 
-    name: str  # the qualified name in the user's module; names joined by " + " where a block holds several
+    name: str  # the qualified name in the user's module; several names are joined by " + "
     seconds: float  # forward + backward of one micro-batch, median
-    saved_bytes: int  # kept for the backward of one micro-batch, without parameters and the batch itself
+    saved_bytes: int  # saved for the backward of one micro-batch, without parameters and the batch itself
     state_bytes: int  # parameters + gradients + optimizer state + buffers
-    output_bytes: int  # what travels to the next block, for one micro-batch
+    output_bytes: int  # sent to the next block, for one micro-batch
     forward_share: float = 1 / 3  # of the seconds; a matrix product has one product forward and two backward
-    transient_bytes: int = 0  # allocated within forward or backward, beyond what is there between them
-    optimizer_seconds: float = 0.0  # of the optimizers' step, once a batch
+    transient_bytes: int = 0  # peak within forward and backward, minus the bytes that are allocated between them
+    optimizer_seconds: float = 0.0  # of the optimizers' step, once per batch
 
 
 @dataclass(frozen=True)
 class Shared:
-    """A parameter or buffer that several blocks use: a device that holds several of them stores and steps it once."""
+    """A parameter or buffer that several blocks use. A device with several of these blocks stores and steps it once."""
 
     name: str
     blocks: tuple[int, ...]  # ascending
@@ -129,12 +129,12 @@ class Shared:
 class Travelling:
     """A storage that passes between blocks.
 
-    A device holds it if its first block is given it, its last block returns it, or a block keeps it.
+    A device holds it if its first block receives it, its last block returns it, or one of its blocks keeps it.
     """
 
     bytes: int
-    keepers: list[int] = field(default_factory=list)  # blocks that keep it for backward: it is within their saved_bytes
-    enters: list[int] = field(default_factory=list)  # blocks that are given it
+    keepers: list[int] = field(default_factory=list)  # blocks that save it for backward; it is in their saved_bytes
+    enters: list[int] = field(default_factory=list)  # blocks that receive it
     leaves: list[int] = field(default_factory=list)  # blocks that return it
 
 
@@ -143,7 +143,7 @@ class Profile:
     """All blocks in order, measured with micro-batches of one size."""
 
     blocks: tuple[BlockCost, ...]
-    ties: tuple[Shared, ...] = ()  # parameters and buffers of several blocks, within their state_bytes
+    ties: tuple[Shared, ...] = ()  # parameters and buffers of several blocks, included in their state_bytes
     travelling: tuple[Travelling, ...] = ()
 
 
@@ -157,32 +157,32 @@ class Stage:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step of the plan is expected to take, or was measured to take."""
+    """The predicted or measured seconds and bytes of a step of the plan."""
 
     step_seconds: float  # all forwards and backwards of one step, without the optimizer
     stage_seconds: tuple[float, ...]  # forward + backward of one micro-batch
     stage_peak_bytes: tuple[int, ...]
-    bubble_share: float  # of the devices' time within a step, the part in which they wait: 0 to 1
-    optimizer_seconds: tuple[float, ...] = ()  # of each stage's optimizers, once a step
-    period_seconds: float = 0.0  # from the start of a step to the next one, with the optimizers
+    bubble_share: float  # the share of the devices' time within a step that they spend waiting, 0 to 1
+    optimizer_seconds: tuple[float, ...] = ()  # of each stage's optimizers, once per step
+    period_seconds: float = 0.0  # from the start of a step to the start of the next one, including the optimizers
 
 
 WIDTH = 100
-NAMES = 2  # the column with the names of blocks
+NAMES = 2  # index of the column with the names of blocks
 HEADERS = ("stage", "blocks", "time", "of slowest", "peak memory")
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Which blocks each device holds, and how many micro-batches a batch is divided into."""
+    """The blocks of each stage, and the number of micro-batches of a batch."""
 
     blocks: tuple[BlockCost, ...]
     stages: tuple[Stage, ...]
     micro_batches: int  # of a batch, over all replicas
     predicted: Prediction
-    memory: tuple[int, ...] | None = None  # bytes that each stage's device may hold; None: no limit
+    memory: tuple[int, ...] | None = None  # maximum bytes of each stage's device; None: no limit
     ties: tuple[Shared, ...] = ()
-    replicas: int = 1  # of each stage; they share the micro-batches of a batch
+    replicas: int = 1  # number of replicas of each stage, which share the micro-batches of a batch
 
     def stage_name(self, number: int) -> str:
         names = [block.name for block in self.blocks[self.stages[number].first : self.stages[number].last]]
@@ -198,7 +198,7 @@ class StagePlan:
         )
 
     def table(self, measured: Prediction | None = None) -> str:
-        """Return a headline and a line for each stage, at most 100 columns wide; ``measured`` adds columns."""
+        """Return a headline and a line for each stage, at most 100 columns wide. ``measured`` adds columns."""
         predicted = self.predicted
         slowest = max(predicted.stage_seconds) or 1.0
         headers = list(HEADERS)
@@ -222,7 +222,7 @@ class StagePlan:
                 row.append(duration(measured.stage_seconds[number]))
                 row += map(size, measured.stage_peak_bytes[number : number + 1])
             rows.append(row)
-        # The names of blocks get what the other columns leave.
+        # The names of blocks get the width that the other columns leave.
         widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
         room = WIDTH - sum(widths) - 2 * len(widths)
         names = [_span([block.name for block in self.blocks[stage.first : stage.last]], room) for stage in self.stages]
@@ -257,7 +257,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Balance:
-    """The plan of a training and its measurements; as text it is a table of the stages."""
+    """The plan of a training and its measurements. ``str()`` returns a table of the stages."""
 
     plan: StagePlan
     measured: Prediction | None = None
@@ -266,9 +266,9 @@ class Balance:
         return self.plan.table(self.measured)
 
     def with_measured(self, reports: Sequence[tuple[float, float, int]]) -> Balance:
-        """Return the plan with what all ranks measured: seconds, as from ``StageClock.report``, and peak bytes."""
+        """Return the plan with all ranks' measurements: the seconds of ``StageClock.report``, and peak bytes."""
         stages = len(self.plan.stages)
-        of_stages = [reports[stage::stages] for stage in range(stages)]  # of each its replicas
+        of_stages = [reports[stage::stages] for stage in range(stages)]  # the reports of each stage's replicas
         busy = tuple(fmean(seconds for seconds, _, _ in replicas) for replicas in of_stages)
         step = max(seconds for _, seconds, _ in reports)
         if not step:
@@ -294,7 +294,7 @@ def _count(number: int, thing: str, plural: str = "s") -> str:
 
 
 def size(number: int) -> str:
-    """Return bytes with three digits and a unit; 1 MB is 10⁶ bytes."""
+    """Format a number of bytes with three digits and a unit. 1 MB is 10⁶ bytes."""
     for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if number >= scale:
             return f"{number / scale:.3g} {unit}" if number < 999.5 * scale else f"{number / scale:.0f} {unit}"

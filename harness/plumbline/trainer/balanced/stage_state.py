@@ -1,4 +1,4 @@
-"""A stage's weights and optimizer state, and the whole of them in a checkpoint."""
+"""A stage's weights and optimizer state, and checkpoints of all stages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from plumbline.trainer.optimizers import parameters_of
 
 @dataclass(frozen=True)
 class Slot:
-    """A weight in this stage's part of an optimizer: its ``number`` among all, and whether this stage owns it."""
+    """A weight in this stage's part of an optimizer: its ``number`` in the whole, and whether this stage owns it."""
 
     number: int
     weight: nn.Parameter
@@ -29,10 +29,10 @@ class Slot:
 
 @dataclass(frozen=True)
 class StageOptimizer:
-    """The remainder of an optimizer on this stage.
+    """The part of an optimizer that a stage keeps.
 
-    ``group_sizes`` and ``dtypes`` are those of all its original parameters. ``beacon`` tells whether a parameter
-    follows that is not the module's.
+    ``group_sizes`` and ``dtypes`` describe all parameters of the whole optimizer. ``beacon``: whether a ``Beacon``'s
+    parameter follows the module's.
     """
 
     slots: tuple[Slot, ...]
@@ -53,7 +53,7 @@ class StageOptimizer:
 
 
 def keep_own(optimizer: Optimizer, names: dict[int, str], state: StageState, beacon: Beacon | None) -> StageOptimizer:
-    """Remove the parameters of other stages from an optimizer; ``names`` are those of the module's weights by id."""
+    """Remove the parameters of other stages from an optimizer. ``names`` has the module's parameter names by id."""
     everything = [group["params"] for group in optimizer.param_groups]
     flat = [weight for group in everything for weight in group]
     slots = tuple(
@@ -77,10 +77,9 @@ def keep_own(optimizer: Optimizer, names: dict[int, str], state: StageState, bea
 class StageState(TrainingState):
     """The state of a rank that holds one stage.
 
-    ``held`` and ``owned`` name parameters and buffers; of several stages that hold one, the first is the owner.
-    ``control`` is a gloo group of all stages of this pipeline; replicas of the first pipeline have no part in a
-    checkpoint. ``waiting`` is a context, entered with a description, for operations in which stages wait for one
-    another.
+    ``held`` and ``owned`` name parameters and buffers. If several stages hold one, the first of them owns it.
+    ``control`` is a gloo group of all stages of this pipeline. Only the first pipeline, whose ``replica`` is 0, writes
+    checkpoints. ``waiting(description)`` is a context for operations in which stages wait for each other.
     """
 
     held: frozenset[str] = frozenset()
@@ -91,7 +90,7 @@ class StageState(TrainingState):
     parts: list[StageOptimizer] = field(default_factory=list)
 
     def tensors(self) -> dict[str, Any]:
-        """Return module, optimizers and precision of all stages, on rank 0; all ranks must call this."""
+        """Return the state of module, optimizers and precision of all stages on rank 0. All ranks must call this."""
         if self.replica:
             return {}
         tensors = held_tensors(self.module)
@@ -125,7 +124,7 @@ class StageState(TrainingState):
         }
 
     def load_tensors(self, checkpoint: dict[str, Any]) -> None:
-        """Load this stage's part of the optimizers and the precision; the module's weights are already loaded."""
+        """Load this stage's part of the optimizers and the precision. The module's weights are already loaded."""
         for part, optimizer, saved in zip(self.parts, self.optimizers, checkpoint["optimizers"], strict=True):
             groups, position = [], 0
             for whole, own in zip(saved["param_groups"], optimizer.param_groups, strict=True):
@@ -143,7 +142,7 @@ class StageState(TrainingState):
         self.precision.load_state_dict(precision)
 
     def take_whole(self, module: dict[str, Any]) -> None:
-        """Give the module all its weights, on the CPU, as after a training on one device."""
+        """Load all weights into the module, on the CPU, as after training on one device."""
         names = {id(value): key for key, value in self.module.state_dict(keep_vars=True).items()}
         for tensor in held_tensors(self.module).values():
             if id(tensor) in names:
@@ -153,7 +152,7 @@ class StageState(TrainingState):
         parameters = parameters_of(optimizer)
         return {
             slot.number: map_tensors(on_cpu, optimizer.state[parameter])
-            for slot, parameter in zip(part.slots, parameters, strict=False)  # a beacon may follow
+            for slot, parameter in zip(part.slots, parameters, strict=False)  # a beacon can follow
             if slot.owned and parameter in optimizer.state
         }
 

@@ -1,4 +1,4 @@
-"""Trains a rank that holds one stage: plan, keep the stage's part, train, make the module whole again."""
+"""Trains a rank that holds one stage: makes a plan, keeps the stage's part, trains, restores the whole module."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from plumbline.trainer.step import StepModule, loss_function
 
 
 def train_stage(trainer: Any, module: Module, device: torch.device, ckpt_path: Any) -> None:
-    """Train this rank's stage of ``module``. In the end the module has all its weights again, on the CPU."""
+    """Train this rank's stage of ``module``. Afterwards, the module has all its weights again, on the CPU."""
     plan, rank = trainer.plan, trainer.rank
     control: Any = dist.new_group(backend="gloo")
     precision = plan.precision(plan.dtype, plan.accelerator)
@@ -49,7 +49,7 @@ def train_stage(trainer: Any, module: Module, device: torch.device, ckpt_path: A
     dist.broadcast_object_list(box, 0, control)
     chain, balance = box[0]
     trainer.balance = Balance(balance)
-    for tensor in held_tensors(module).values():  # all ranks begin with rank 0's, as with DDP
+    for tensor in held_tensors(module).values():  # all ranks begin with rank 0's tensors, as with DDP
         values = tensor.detach().cpu().contiguous()
         dist.broadcast(values, 0, control)
         tensor.data.copy_(values)
@@ -59,7 +59,7 @@ def train_stage(trainer: Any, module: Module, device: torch.device, ckpt_path: A
     if trainer.stage_file is not None:
         name = balance.stage_name(number)
         Path(trainer.stage_file).write_text(name[0].lower() + name[1:], "utf-8")
-    # From here on the user's code runs on all ranks, and each of them may wait for another.
+    # From here on, the user's code runs on all ranks, and any rank can wait for another.
     timeout = StageTimeout(plan.stage_timeout, number, place.first_rank, _get_default_store(), place.count)
     limit_default_group(timeout.limit)
     control = group_with_timeout(timeout.limit)
@@ -73,7 +73,7 @@ def train_stage(trainer: Any, module: Module, device: torch.device, ckpt_path: A
     scaler = getattr(precision, "scaler", None)
     beacon = None
     if scaler is not None and scaler.is_enabled():
-        scaler.scale(torch.zeros((), device=device))  # it begins with its first loss, and that may be elsewhere
+        scaler.scale(torch.zeros((), device=device))  # creates the scale, also on stages without a loss
         beacon = Beacon(device)
     names = {id(tensor): name for name, tensor in held_tensors(module).items()}
     state.parts = [keep_own(optimizer, names, state, beacon) for optimizer in state.optimizers]
@@ -115,10 +115,10 @@ def train_stage(trainer: Any, module: Module, device: torch.device, ckpt_path: A
 
 
 def keep_stage(module: nn.Module, held: frozenset[str], device: torch.device) -> None:
-    """Move what the stage holds to its device, and free the memory of everything else.
+    """Move the stage's tensors to its device, and free the memory of all others.
 
-    Other tensors keep their shape; their one value is nan, so that a wrong use shows. Buffers that are not in a
-    checkpoint stay, since nothing could restore them.
+    The others keep their shape. Their single value is nan, so that a wrong use shows, or 0 for integers. Buffers that
+    are not in a checkpoint are kept, because they could not be restored.
     """
     saved = {id(value) for value in module.state_dict(keep_vars=True).values()}
     for name, tensor in held_tensors(module).items():
@@ -170,7 +170,7 @@ class RunningStage:
         return mean
 
     def complete(self, optimizer: Optimizer) -> None:
-        """Sum the gradients over stages and replicas, and agree on whether any is infinite."""
+        """Sum the gradients over stages and replicas, and tell all stages whether any gradient is infinite."""
         weights = [slot.weight for slot in self._part(optimizer).slots]
         with self.state.waiting("the sum of gradients"):
             self.shared.add_gradients(weights)
@@ -185,7 +185,7 @@ class RunningStage:
 
     def share_buffers(self) -> None:
         with self.state.waiting("the first replica's buffers"):
-            # By name: a step may put other tensors in their places.
+            # By name, because a step can replace buffers with other tensors.
             self.replicas.share_buffers([self.module.get_buffer(name) for name in self.buffers])
 
     def _part(self, optimizer: Optimizer) -> Any:
@@ -193,7 +193,7 @@ class RunningStage:
 
 
 class StageEvaluation(nn.Module):
-    """Validates a batch: the last stage returns the metrics, the others nothing. Replicas take batches in turn."""
+    """Validates a batch. The last stage returns the metrics, others an empty dict. Replicas take batches in turn."""
 
     def __init__(self, stage: RunningStage) -> None:
         super().__init__()

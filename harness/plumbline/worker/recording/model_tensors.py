@@ -1,4 +1,4 @@
-"""The model that is trained, as this rank has it: weights, buffers and received gradients, by name."""
+"""The tensors of the trained model on this rank: weights, buffers and received gradients, by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from plumbline.worker.recording.tensor_copies import copied, is_flattened, is_st
 
 
 class DeclaredParts:
-    """The parts that were declared, by the names of their parameters."""
+    """The parts of parameters that the subject has declared with ``job.parts``, by parameter name."""
 
     def __init__(self) -> None:
         self._parts: dict[str, FlatPart | Part] = {}
@@ -32,7 +32,7 @@ class DeclaredParts:
     def declare(
         self, parts: Mapping[str, FlatPart | Part], shapes: Mapping[str, torch.Size], ranks: Collection[int]
     ) -> None:
-        """Take ``parts`` in the place of all that were declared before; ``shapes`` are the model's."""
+        """Replace all earlier declarations by ``parts``; ``shapes`` has the shapes of the model's parameters."""
         for name, part in parts.items():
             if name not in shapes:
                 raise TraceError(f"job.parts names {name!r}: job.model() has no such parameter")
@@ -62,18 +62,18 @@ class DeclaredParts:
         return [name for name, part in self._parts.items() if id(part.tensor) in held]
 
     def piece(self, name: str, parameter: Tensor) -> Piece | None:
-        """Return which entries of the model's own ``parameter`` are a declared run."""
+        """Return the entries of the model's own ``parameter`` that a flat part declares; None for other parts."""
         part = self._parts[name]
         return (
             Piece(parameter, part.begin, part.length, part.tensor, part.offset) if isinstance(part, FlatPart) else None
         )
 
     def hold(self, tensor: Tensor) -> bool:
-        """Return whether parts lie in this tensor."""
+        """Return whether this tensor contains declared parts."""
         return id(tensor) in self._tensors
 
     def gradients_in(self, tensors: Iterable[Tensor], scale: float) -> Iterator[tuple[str, Shard]]:
-        """Yield this rank's parts of gradients, divided by ``scale``, of the parameters whose parts lie in these."""
+        """Yield the names of the parameters with parts in ``tensors``, and their gradients, divided by ``scale``."""
         gradients = {id(one): one.grad if scale == 1.0 else one.grad / scale for one in tensors if one.grad is not None}
         for name, part in self._parts.items():
             if id(part.tensor) in gradients:
@@ -88,7 +88,7 @@ class DeclaredParts:
 
 
 def _flaw(name: str, part: FlatPart | Part, shape: torch.Size) -> str | None:
-    """Return why a part cannot be one of the parameter ``name`` of ``shape``; else None."""
+    """Return why ``part`` cannot be a part of the parameter ``name`` with this ``shape``; else None."""
     size = list(part.tensor.shape)
     if isinstance(part, Part):
         inside = len(part.begin) == len(size) == len(shape) and all(
@@ -107,9 +107,9 @@ def _run(begin: int, part: FlatPart) -> str:
 
 
 class ModelTensors:
-    """Copies what this rank holds of a ``model``; large tensors are written to ``store``.
+    """Copies this rank's tensors of a ``model``; large tensors are written to ``store``.
 
-    ``holds_nothing``: among the names to which it was restricted was none of a parameter.
+    ``holds_nothing``: the names to which ``holding`` restricted this rank include no parameter.
     """
 
     def __init__(self, store: TensorStore | None) -> None:
@@ -123,13 +123,13 @@ class ModelTensors:
         self._masters: dict[str, Tensor] = {}
 
     def watch(self, model: nn.Module) -> None:
-        """Take a model in the place of the one that there was, before anything shards it."""
+        """Follow ``model`` instead of an earlier one. Call this before the model is sharded."""
         self.model, self._masters = model, {}
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
 
     @contextmanager
     def holding(self, names: Collection[str]) -> Iterator[None]:
-        """Restrict it to the parameters and buffers ``names``, as if the model had no others."""
+        """Restrict recording to the parameters and buffers ``names``, as if the model had no others."""
         self._held = frozenset(names)
         self.holds_nothing = not self._own_parameters()
         try:
@@ -141,7 +141,7 @@ class ModelTensors:
         self._parts.declare(parts, self._shapes, ranks)
 
     def find_masters(self, optimizer: Optimizer) -> None:
-        """Find the copies of the model's parameters, of a more precise dtype, that an optimizer steps."""
+        """Find the higher-precision copies of the model's parameters (master weights) that an optimizer steps."""
         if self.model is None:
             return
         own = dict(self.model.named_parameters())
@@ -164,9 +164,9 @@ class ModelTensors:
         return bool(self._masters or any(True for _ in self._parts))
 
     def off_masters(self) -> dict[str, float]:
-        """Return how far the model's weights are from the optimizer's copies of them, where they are not the nearest.
+        """Return the largest relative error of each parameter whose weights are not its rounded master weights.
 
-        Their parts on this rank count; names are those of parameters.
+        Only the parts on this rank count. The keys are names of parameters.
         """
         own = {} if self.model is None else dict(self.model.named_parameters())
         pieces = {
@@ -184,14 +184,14 @@ class ModelTensors:
         return {name: kept(parameter, self._store) for name, parameter in self._own_parameters().items()}
 
     def weights_since(self, last: Tensors | None) -> Tensors:
-        """Return the weights as they are now: ``last`` itself where they have not changed since."""
+        """Return the current weights, or ``last`` itself if they have not changed since."""
         own = self._own_parameters()
         if last is not None and last.keys() == own.keys() and all(is_still(own[name], last[name]) for name in last):
             return last
         return self.weights()
 
     def buffers(self, module: nn.Module) -> Tensors:
-        """Return copies of the buffers of the model, or of a copy of it."""
+        """Return copies of the buffers of ``module``, which is the model or a copy of it."""
         return {name: copied(buffer) for name, buffer in module.named_buffers() if self._holds(name)}
 
     def received(self, optimizer: Optimizer) -> Tensors:
@@ -211,17 +211,17 @@ class ModelTensors:
         return (*filter(None, self._known_names(optimizer)), *declared)
 
     def learning_rates(self, optimizer: Optimizer) -> tuple[float, ...]:
-        # Of flat tensors a trainer steps one after the other, and takes the rest out of their groups meanwhile.
+        # A trainer steps flat tensors one after another, and empties the groups of the others meanwhile.
         groups = [group for group in optimizer.param_groups if group["params"] or not self._parts.are_flat]
         return tuple(float(group["lr"]) for group in groups if "lr" in group)
 
     def refuse_undeclared_parts(self) -> None:
-        """Raise where a plain parameter is a part of the model's, and the subject did not say which."""
+        """Raise an error if a plain parameter is only a part of the model's, and the subject has not declared which."""
         for name, parameter in self.model.named_parameters() if self.model is not None else ():
             whole = self._shapes.get(name, parameter.shape)
             if self._parts.hold(parameter) or name in self._parts:
                 continue
-            # With use_orig_params=True, FullyShardedDataParallel shows runs of its flat parameter as plain parameters.
+            # With use_orig_params=True, FullyShardedDataParallel exposes slices of its flat parameter as parameters.
             if is_flattened(parameter) or (parameter.dim() == 1 and len(whole) != 1):
                 raise TraceError(
                     f"{name} is in a flat parameter of FullyShardedDataParallel: shard with fully_shard (FSDP2), or "
@@ -245,7 +245,7 @@ class ModelTensors:
     def _known_names(self, optimizer: Optimizer) -> list[str | None]:
         parameters = parameters_of(optimizer)
         if self.model is not None and not all(map(self._names.knows, parameters)):
-            # As the model is now: fully_shard has put others in the place of the parameters that there were at first.
+            # Read the names again: fully_shard has replaced the original parameters.
             self._names = ParameterNames(self.model)
         known = zip(self._names.known(parameters), parameters, strict=True)
         masters = {id(master): name for name, master in self._masters.items()}

@@ -1,4 +1,4 @@
-"""What makes a step: the forwards since the last one, the losses that closed them, and the optimizers."""
+"""Assembles a step from the forwards since the last one, the losses that ended them, and the optimizers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from plumbline.evidence.trace import MicroBatch, Step, Tensors
 
 @dataclass
 class Forward:
-    """One forward of one device with gradients enabled: its sample ids, the model's mode, and what its layers drew."""
+    """One forward on one device with gradients enabled: its sample ids, the model's mode, and its layers' draws."""
 
     device: int
     ids: tuple[int, ...]
@@ -23,48 +23,48 @@ class Forward:
 
     @property
     def trains(self) -> bool:
-        """Whether it is a part of training; in evaluation mode only if a backward went through it.
+        """Whether this forward is part of the training; in evaluation mode only if a backward pass went through it.
 
-        A trainer that forgets ``no_grad`` where it evaluates wastes memory, and that is all.
+        An evaluation without ``no_grad`` only wastes memory.
         """
         return self.training or self.differentiated
 
 
 class Passes:
-    """The passes since the last step. A loss of the job's closes one; without it each forward is one."""
+    """The passes since the last step. A call of the job's loss ends a pass; without one, each forward is a pass."""
 
     def __init__(self) -> None:
         self._closed: list[tuple[list[Forward], tuple[int, ...] | None]] = []
         self._open: list[Forward] = []
 
     def __len__(self) -> int:
-        """How many micro-batches there are so far."""
+        """The number of micro-batches so far."""
         closed = sum(not forwards or any(forward.trains for forward in forwards) for forwards, _ in self._closed)
         return closed + sum(forward.trains for forward in self._open)
 
     def add(self, forward: Forward) -> None:
-        """Take up a forward, before it is computed."""
+        """Add a forward before it is computed."""
         self._open.append(forward)
 
     def last_on(self, device: int) -> Forward | None:
-        """Return the last forward of a device: replicas on devices run in threads."""
+        """Return the last forward on a device: replicas on several devices run in threads."""
         return next((forward for forward in reversed(self._open) if forward.device == device), None)
 
     def redraw(self, device: int, name: str, drawn: Tensor) -> None:
-        """Take up what a layer drew when a backward computed its forward once more, if it is not what it drew then."""
+        """Record what a layer drew in a recomputation by a backward pass, if it differs from the forward's draw."""
         forwards = [forward for closed, _ in self._closed for forward in closed] + self._open
         alike = [f for f in forwards if f.device == device and name in f.drawn and f.drawn[name].shape == drawn.shape]
         if alike and not any(torch.equal(forward.drawn[name], drawn) for forward in alike):
             alike[-1].drawn[f"{name} again"] = drawn
 
     def close(self, loss: tuple[int, ...] | None) -> None:
-        """End a pass, with the sample ids that its loss was given."""
-        # Replicas on devices run in threads, in any order: the contract's order is that of the devices.
+        """End a pass. ``loss`` has the sample ids that the loss was computed for."""
+        # Replicas on devices run in threads, in any order. The contract orders them by device.
         self._closed.append((sorted(self._open, key=lambda forward: forward.device), loss))
         self._open = []
 
     def settle(self) -> tuple[list[MicroBatch], list[tuple[int, Forward]]]:
-        """Begin anew; return the micro-batches, and each forward that only evaluated, after so many of them."""
+        """Return the micro-batches, and the forwards that only evaluated, each with its place among these; reset."""
         micro_batches: list[MicroBatch] = []
         idle: list[tuple[int, Forward]] = []
         for forwards, loss in [*self._closed, *(([forward], None) for forward in self._open)]:
@@ -84,9 +84,9 @@ def _micro_batch(forwards: list[Forward], loss: tuple[int, ...] | None) -> Micro
 
 @dataclass(frozen=True)
 class OptimizerPart:
-    """What one optimizer did: ``names`` are its parameters', ``step`` is the step as if there were no other.
+    """One optimizer's part of a step: ``names`` are its parameters; ``step`` is the step as if it were alone.
 
-    ``step`` has micro-batches where a pass was made for this optimizer.
+    ``step`` has micro-batches if there was a pass since the previous optimizer stepped.
     """
 
     optimizer: int
@@ -95,9 +95,9 @@ class OptimizerPart:
 
 
 def belongs(part: OptimizerPart, to: Sequence[OptimizerPart]) -> bool:
-    """Return whether a part belongs to the step begun by others: parameters of its own, and no samples but theirs.
+    """Return whether a part belongs to the same step as ``to``: it has other parameters, and no other samples.
 
-    One optimizer that is given one group of its parameters after the other makes one step of them too.
+    An optimizer that steps its parameter groups one after another also makes one step.
     """
     if not to or any(set(part.names) & set(other.names) for other in to):
         return False
@@ -108,9 +108,9 @@ def belongs(part: OptimizerPart, to: Sequence[OptimizerPart]) -> bool:
 
 
 def joined(parts: Sequence[OptimizerPart]) -> Step:
-    """Return all parts as one step, with the parameter groups in the model's order, whichever stepped first.
+    """Join all parts into one step. Parameter groups are in the model's order, whichever optimizer stepped first.
 
-    Samples count once, also where there was a pass for each part before any of them stepped.
+    Samples count once, even if there was a pass for each part before any optimizer stepped.
     """
     first, last = parts[0].step, parts[-1].step
     place = {name: number for number, name in enumerate(first.before)}
@@ -141,9 +141,10 @@ def _gradients(parts: Iterable[OptimizerPart]) -> Tensors:
 
 
 def _alternating(first: tuple[MicroBatch, ...], later: tuple[MicroBatch, ...]) -> tuple[MicroBatch, ...]:
-    """Return the micro-batches of a window in which each has a pass for every optimizer; none where it is another.
+    """Return the micro-batches of a window in which each has one pass for every optimizer; else an empty tuple.
 
-    The optimizer that steps ``first`` has seen all passes but those of the others over the last micro-batch.
+    ``first`` has the passes before the first optimizer step: all except the other optimizers' passes over the last
+    micro-batch.
     """
     size = len(later)
     if not size or len(first) <= size or len(first) % size:

@@ -34,7 +34,8 @@ from plumbline.worker.step_hooks import StepCounter, StepHooks
 class Recorder(StepHooks):
     """Collects the steps of this process.
 
-    Large weights and gradients are written to ``store`` at once, the others are kept here. Without a store all are.
+    Large weights and gradients are written to ``store`` at once; all others are kept in memory. Without a store all
+    are.
     """
 
     def __init__(self, store: TensorStore | None = None, done: StepCounter | None = None) -> None:
@@ -56,7 +57,7 @@ class Recorder(StepHooks):
         self._parts: list[OptimizerPart] = []
 
     def watch(self, model: nn.Module) -> None:
-        """Follow ``model``: its parameters by name, the samples that go through its forward, and what it draws."""
+        """Follow ``model``: its parameters by name, the samples in its forwards, and the random draws of its layers."""
         self._tensors.watch(model)
         self._watched.append(model)
         model.register_forward_pre_hook(self._on_forward, with_kwargs=True)
@@ -66,11 +67,11 @@ class Recorder(StepHooks):
                 layer.register_forward_hook(self._on_draw)
 
     def paused(self) -> AbstractContextManager[None]:
-        """Record no forward, no loss, no draw and no step."""
+        """Return a context in which no forward, loss, draw or step is recorded."""
         return paused()
 
     def holding(self, names: Collection[str]) -> AbstractContextManager[None]:
-        """Record the parameters and buffers ``names`` alone, as if the model had no others."""
+        """Return a context in which only the parameters and buffers ``names`` are recorded."""
         return self._tensors.holding(names)
 
     def parts(self, parts: Mapping[str, FlatPart | Part], ranks: Collection[int]) -> None:
@@ -81,7 +82,7 @@ class Recorder(StepHooks):
         return bool(self.steps)
 
     def on_loss(self, batch: Any) -> None:
-        """Take down that the job's loss saw ``batch``: it closes a micro-batch."""
+        """Record that the job's loss was computed for ``batch``, which ends a micro-batch."""
         if torch.is_grad_enabled() and not is_paused():
             self._passes.close(_ids(batch))
 
@@ -122,16 +123,17 @@ class Recorder(StepHooks):
             self._evaluated(len(self._passes), ids, module.training)
             return
         if any(module is one for one in self._watched):
-            self._tensors.model = module  # of several models, this one is trained
+            self._tensors.model = module  # if there are several models, this one is trained
         if not self._passes:
-            self._note_world()  # here too: a window that is never stepped leaves no other trace of it
+            self._note_world()  # also here: a window without a step is recorded nowhere else
             self._buffers = self._tensors.buffers(module)
         self._passes.add(Forward(batch["index"].device.index or 0, ids, module.training))
 
     def _on_outputs(self, module: nn.Module, args: Any, outputs: Any) -> None:
-        """Notice whether a backward goes through a forward in evaluation mode: only then is it training.
+        """Detect a backward pass through a forward in evaluation mode: only then does the forward count as training.
 
-        A trainer may copy master weights to the model as late as this forward, and overwrite them before the step.
+        Master weights are compared here, because a trainer may copy them to the model as late as this forward, and
+        overwrite them before the step.
         """
         if in_backward() or not torch.is_grad_enabled():
             return
@@ -160,17 +162,17 @@ class Recorder(StepHooks):
 
     def _on_draw(self, layer: nn.Module, args: Any, drawn: Tensor) -> None:
         if is_paused() or any(isinstance(one, Tensor) and one.is_meta for one in (*args, drawn)):
-            return  # the values of a stage are computed elsewhere
+            return  # shape inference of a pipeline stage, without values
         device, name = drawn.device.index or 0, str(layer.draws)
         if in_backward():
             self._passes.redraw(device, name, copied(drawn))
-        elif layer.training or torch.is_grad_enabled():  # what is to be computed once more runs without gradients first
+        elif layer.training or torch.is_grad_enabled():  # a checkpoint's forward runs without gradients
             forward = self._passes.last_on(device)
             if forward is not None:
                 forward.drawn[name] = copied(drawn)
 
     def _settle(self) -> tuple[MicroBatch, ...]:
-        """Return the micro-batches since the last step; what only evaluated among them is an evaluation."""
+        """Return the micro-batches since the last step; record forwards that only evaluated as evaluations."""
         micro_batches, idle = self._passes.settle()
         for place, forward in idle:
             self._evaluated(place, forward.ids, forward.training)
@@ -181,9 +183,9 @@ class Recorder(StepHooks):
             self._tensors.refuse_undeclared_parts()
         self._tensors.find_masters(optimizer)
         self._before = self._current_weights()
-        if self._off_masters is None:  # there was no forward since the masters are known
+        if self._off_masters is None:  # no forward has run since the masters were found
             self._off_masters = self._tensors.off_masters()
-        self._gradients = self._tensors.received(optimizer) if has_closure else {}  # it may never be called
+        self._gradients = self._tensors.received(optimizer) if has_closure else {}  # the closure may not be called
 
     def gradients_ready(self, optimizer: Optimizer) -> None:
         self._gradients = self._tensors.received(optimizer)
@@ -195,12 +197,12 @@ class Recorder(StepHooks):
     def _append(
         self, optimizer: Optimizer, before: Tensors, gradients: Tensors, after: Tensors, *, skipped: bool
     ) -> None:
-        # Asked at every step: the group may be gone by the time the subject returns.
+        # At every step: the process group may be gone when the subject returns.
         self._note_world()
         micro_batches = self._settle()
         rates = self._tensors.learning_rates(optimizer)
         if not micro_batches and rates and not any(rates) and all(map(is_zero, gradients.values())):
-            return  # no training: torch.distributed.checkpoint lets an optimizer make the state that it will load into
+            return  # not training: torch.distributed.checkpoint steps an optimizer to create its state before loading
         step = Step(
             micro_batches=micro_batches,
             before=before,
@@ -234,10 +236,10 @@ class Recorder(StepHooks):
         return result
 
     def skipped(self, optimizer: Optimizer, scale: float) -> None:
-        """Take down a step that was skipped, of which no gradient is there to be seen."""
+        """Record a skipped step whose gradients are not available."""
         self._scale = scale
         self._append_skipped(optimizer, {})
-        self._scale = None  # that of the next step is the trainer's own affair
+        self._scale = None  # the scale of the next step is unknown
 
     def _append_skipped(self, optimizer: Optimizer, gradients: Tensors) -> None:
         weights = self._current_weights()
@@ -258,8 +260,8 @@ def _ids(batch: Any) -> tuple[int, ...] | None:
 class ChildRecorder(Recorder):
     """A recorder that learns its rank from the process group, and that can be pickled and sent to a child.
 
-    A pickled model brings its hooks along: where they are unpickled, they are those of that process's own recorder
-    (:mod:`plumbline.worker.node_member` says how it is pickled).
+    A pickled model includes its hooks. Once unpickled, they belong to the recorder of the new process
+    (:mod:`plumbline.worker.node_member` explains how the recorder is pickled).
     """
 
     def __init__(self, store: TensorStore, report: Callable[..., None], finish: Callable[[], None]) -> None:
@@ -274,13 +276,13 @@ class ChildRecorder(Recorder):
         return self._tensors.model
 
     def __setstate__(self, model: nn.Module) -> None:
-        # It has no parameters yet: it is being unpickled itself, and holds the hook that brought us here.
+        # The model has no parameters yet: it is still being unpickled, and its hook refers to this recorder.
         self._tensors.model = model
         self._watched = [model]
 
     @property
     def is_active(self) -> bool:
-        """Whether anything was recorded that only a rank does."""
+        """Whether anything was recorded that only ranks do."""
         return bool(self.steps or self.evaluations or self.rank is not None)
 
     def reset(self) -> None:

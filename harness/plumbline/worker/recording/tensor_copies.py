@@ -1,6 +1,6 @@
-"""What a rank keeps of a tensor: a copy, a reference to a large one in the store, its own shard of a sharded one.
+"""Copies tensors for the evidence: a dense copy, a reference to the store, or this rank's shard of a sharded tensor.
 
-A rank asks the others for nothing: one that has lost its way would not answer.
+A rank does not communicate with others for this: a rank that hangs elsewhere would not answer.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from plumbline.evidence.tensor_store import TensorStore, reference
 from plumbline.evidence.trace import Shard, StoredTensor
 
 PLAIN = (Tensor, nn.Parameter)
-"""Classes of tensors that are known to hold no DTensor."""
+"""Tensor classes that are known not to be DTensors."""
 
 BLOCKS = ("Shard", "_StridedShard", "Replicate")
-"""Placements, by the names of their classes, under which a rank holds a block of a DTensor."""
+"""Class names of placements with which a rank holds a block of a DTensor."""
 
 
 def kept(tensor: Tensor | Shard, store: TensorStore | None) -> Any:
-    """Return what is kept of weights or gradients, on the cpu.
+    """Return what is recorded of a weight or gradient, on the CPU.
 
-    It is the shard of a DTensor, as FSDP2's are, or a declared part, which no other rank has. Of any other one it is a
-    reference where ``store`` takes it, and a dense copy else.
+    For a DTensor, as FSDP2 makes them, or for a declared part, this is the rank's shard. For any other tensor it is a
+    reference if ``store`` takes the tensor, or else a dense copy.
     """
     if isinstance(tensor, Shard) or _is_shared_out(tensor):
         return _shard(tensor)
@@ -33,7 +33,7 @@ def kept(tensor: Tensor | Shard, store: TensorStore | None) -> Any:
 
 
 def is_still(tensor: Tensor | Shard, recorded: Any) -> bool:
-    """Return whether a tensor has the bits, on this rank, of which ``recorded`` was kept."""
+    """Return whether, on this rank, a tensor still equals the one from which ``recorded`` was made."""
     sharded = isinstance(tensor, Shard) or _is_shared_out(tensor)
     if isinstance(tensor, Shard) or sharded or isinstance(recorded, Shard):
         if not (sharded and isinstance(recorded, Shard)):
@@ -44,7 +44,7 @@ def is_still(tensor: Tensor | Shard, recorded: Any) -> bool:
 
 
 def is_zero(recorded: Any) -> bool:
-    """Return whether all entries, on this rank, of a tensor of which ``recorded`` was kept are zero."""
+    """Return whether all entries of a recorded tensor are zero on this rank."""
     if isinstance(recorded, StoredTensor):
         return recorded == reference(torch.zeros(recorded.shape, dtype=getattr(torch, recorded.dtype)))
     values = recorded.values if isinstance(recorded, Shard) else recorded
@@ -52,12 +52,12 @@ def is_zero(recorded: Any) -> bool:
 
 
 def is_flattened(tensor: Tensor) -> bool:
-    """Return whether a tensor is many, one after the other: FullyShardedDataParallel's FlatParameter."""
+    """Return whether a tensor is a FlatParameter of FullyShardedDataParallel, which concatenates several parameters."""
     return getattr(tensor, "_is_flat_param", False)
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """Return a dense copy on the cpu."""
+    """Return a dense copy on the CPU."""
     return _dense(tensor).to("cpu", copy=True)
 
 
@@ -70,7 +70,7 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 def _is_shared_out(tensor: Tensor) -> bool:
-    # A DTensor is known by what it has: its class has moved between versions of torch, and is slow to import.
+    # A DTensor is recognized by an attribute: its class has moved between torch versions, and is slow to import.
     return type(tensor) not in PLAIN and hasattr(tensor, "device_mesh")
 
 
@@ -80,15 +80,15 @@ def _shard(tensor: Tensor | Shard) -> Shard:
 
 
 def _placed(tensor: Any) -> tuple[Tensor, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return this rank's part of a tensor, where in it that begins, the whole's shape, and whose parts make it up.
+    """Return this rank's part of a tensor, where it begins, the shape of the whole, and the ranks with its parts.
 
-    Along each dimension of its mesh a DTensor is replicated, or sharded along one of its own as ``torch.chunk`` would.
-    What is strided is divided after everything else, outer dimensions last: fully_shard divides the blocks of tensor
-    parallelism, whose dimension of the mesh is an inner one.
+    Along each dimension of its mesh, a DTensor is replicated, or sharded along a dimension of its own as by
+    ``torch.chunk``. Strided shards are divided last, outer mesh dimensions after inner ones: fully_shard divides the
+    blocks of tensor parallelism, whose mesh dimension is an inner one. There are no ranks if the part is not a block.
     """
     if isinstance(tensor, Shard):
         return tensor.values, tensor.begin, tensor.shape, tensor.ranks
-    with torch.no_grad():  # else autograd would note it down
+    with torch.no_grad():  # else autograd would record it
         values: Tensor = tensor.to_local()
     mesh, shape = tensor.device_mesh, tuple(tensor.shape)
     begin, size = [0] * len(shape), list(shape)

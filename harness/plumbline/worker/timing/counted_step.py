@@ -16,9 +16,9 @@ from plumbline.recording.parameters import parameters_of
 
 
 class _NoModules:
-    """Replaces the counter's tracking of modules, whose hooks break a backward in two parts.
+    """Replaces the counter's tracking of modules, whose hooks break a backward pass that is split in two.
 
-    Pipelines use such a backward to defer the gradients of weights (torch 2.13).
+    Pipelines split it to defer the gradients of weights (torch 2.13).
     """
 
     parents = frozenset({"Global"})

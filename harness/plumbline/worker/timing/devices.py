@@ -21,7 +21,7 @@ from plumbline.devices.calls import has_events, mark, memory_stats, synchronize
 
 
 class HostClock:
-    """For the CPU, which is never ahead of the caller."""
+    """A clock for the CPU, which computes synchronously."""
 
     def rest(self) -> None:
         """Wait until the devices have finished, and count times from here."""
@@ -35,14 +35,14 @@ class HostClock:
 
 
 class DeviceClock(HostClock):
-    """For devices; marks are taken on the first of them."""
+    """A clock for devices with events. Marks are taken on the first device."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = list(dict.fromkeys(devices))
         self._origin: tuple[float, Any] = (0.0, None)
 
     def rest(self) -> None:
-        """Wait for all devices. An event in an empty stream happens at once, which links it to the host's clock."""
+        """Wait for all devices, and link their clock to the host's: an event in an empty stream happens at once."""
         for device in self._devices:
             synchronize(device)
         self._origin = (time.monotonic(), self.mark())
@@ -58,7 +58,7 @@ class DeviceClock(HostClock):
 
 
 class WaitingClock(HostClock):
-    """For devices without events: the host waits for them at each mark, which takes time that steps do not."""
+    """A clock for devices without events. The host waits for the first device at each mark, which slows steps down."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = list(dict.fromkeys(devices))
@@ -82,7 +82,8 @@ _STATUS, _ROLLUP = Path("/proc/self/status"), Path("/proc/self/smaps_rollup")
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _NEVER, _MOST = 2**31 - 1, 2**25
-"""For glibc's mallopt, in bytes: free memory at the top of the heap to return, and the size of blocks to mmap."""
+"""Limits for glibc's mallopt, in bytes: of free memory at the top of the heap before it is returned, and of blocks
+before they are mapped with mmap."""
 
 
 def keep_freed_memory() -> None:

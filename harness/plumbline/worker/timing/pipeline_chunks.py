@@ -1,4 +1,4 @@
-"""When the pipeline stages of this rank compute on which micro-batch, for any trainer.
+"""Records when the pipeline stages of this rank compute on which micro-batch, for any trainer.
 
 A forward is an outermost call of a module, with the loss after it. A backward is a call of ``torch.autograd.backward``
 or ``grad``. Tensors that a forward saves carry its stage and micro-batch, so a backward belongs to the forward whose
@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from plumbline.evidence.timing import BACKWARD, FORWARD, WEIGHTS, Chunk, ChunkKind
 
 Forward = tuple[int, int, int]
-"""Step, stage of this rank, and micro-batch, each counted from 0 in their order."""
+"""The number of the step, counted from 1, and of the stage of this rank and the micro-batch, counted from 0."""
 
 
 class PipelineChunks:

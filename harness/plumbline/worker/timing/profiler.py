@@ -23,7 +23,7 @@ from plumbline.devices.calls import profiled
 _NAMES = ("gloo:", "ncclDevKernel", "ncclKernel")
 """Gloo's collectives, from their start on, and NCCL's kernels on the device (``ncclKernel`` before NCCL 2.19).
 
-Collectives of other libraries are not told from computation.
+Collectives of other libraries count as computation.
 """
 
 _COPIES = ("Memcpy", "Memset")
@@ -130,7 +130,7 @@ MOST_BYTES: Final = 64 << 20
 """Larger files are removed, because browsers do not open them."""
 
 _MOST_ALLOCATIONS: Final = 20_000
-"""The number of last events of the allocator that are kept, with a few kilobytes each."""
+"""How many of the allocator's last events are kept, at a few kilobytes each."""
 
 
 class StepProfile:

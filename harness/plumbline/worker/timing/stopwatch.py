@@ -2,7 +2,7 @@
 
 In timed launches it replaces the recorder, with the same hooks, but it keeps no tensors of the model. The number of
 steps is known beforehand: the warm-up, then rounds of equal length, with a boundary after each. At a boundary the
-devices finish their work, and the rank waits for all others, so that rounds do not overlap. At some boundary the parent
+devices finish their work, and the rank waits for all others, so that rounds do not overlap. At one boundary the parent
 requests the report; the remaining steps are not observed.
 
 Two more rounds are not timed: a step in which tensors and operations are counted, and some steps under torch's
@@ -201,7 +201,7 @@ def _index(batch: Any) -> Tensor | None:
 
 
 def _uuids(devices: Sequence[torch.device]) -> tuple[str, ...]:
-    """Return the driver's names of these GPUs, without those that an older torch does not report."""
+    """Return the driver's names of these GPUs; empty if torch is too old to report them."""
     cuda = [torch.cuda.get_device_properties(device) for device in devices if device.type == "cuda"]
     return tuple(dict.fromkeys(f"GPU-{one.uuid}" for one in cuda if hasattr(one, "uuid")))
 

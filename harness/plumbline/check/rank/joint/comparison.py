@@ -1,4 +1,9 @@
-"""Compares the gradients that optimizers receive with the derivative of the joint forward, and finds wrong ones."""
+"""Compares the gradients that optimizers receive with the derivative of the joint forward, and finds wrong ones.
+
+S is the sum over ranks and backward passes of the inner products of the outputs of the ranks' recorded forwards with
+the gradients that arrived at these outputs. A received gradient is right if its product with a direction is the
+derivative of S along that direction.
+"""
 
 from __future__ import annotations
 
@@ -25,25 +30,26 @@ from plumbline.recording.observer import Facts
 from plumbline.replay.derivatives import InPlace
 
 ROUNDS = 16
-"""Directions after which parameters with small gradients are left out. Each shows those whose gradients are above the
-noise of all that are left: few at a time in 16-bit formats."""
+"""The most directions that are tried. Each shows the parameters whose gradients exceed the noise of all remaining ones:
+only a few at a time in 16-bit formats. Parameters that no direction shows are left out."""
 
 SUSPICIOUS = 0.25
-"""The part of the limit from which on a right error is looked at in all ``ROUNDS`` directions. The limit is four
-deviations, of a deviation that may be four times as large."""
+"""An error below the limit, but above this share of it, can make the search try all ``ROUNDS`` directions. The limit is
+four standard deviations, where the true deviation may be four times the estimate."""
 
 MOST_UNCONFIRMED = 3
-"""Wrong directions through many parameters after which these are wrong, although no direction through few shows it."""
+"""After this many wrong directions through many parameters, these count as wrong although no direction through fewer
+shows it."""
 
 UNLUCKY = 2
-"""Directions one after the other that show none of the parameters that are left, after which no more are tried."""
+"""After this many directions in a row that show none of the remaining parameters, no more are tried."""
 
 MOST_HALVES = 48
-"""Comparisons by which single parameters are found, where a direction through all of them is wrong."""
+"""After this many comparisons, the search for single wrong parameters among those of a wrong direction stops."""
 
 OF_A_FACTOR = ("scaled 0", "scaled 1", "scaled 2", "scaled 3")
-"""Directions that have to show the same factor before it counts as one in all gradients, and that show which reading is
-nearest."""
+"""Seeds of directions that must all show the same factor before it counts as one in all gradients. They also decide
+which reading is nearest."""
 
 MOST_READINGS = 4
 """How many readings of a step's gradients may be refuted before the gradients count as wrong."""
@@ -58,15 +64,15 @@ NO_GRADIENT_YET = (
 )
 
 MOST_OWN = 4
-"""Parameters of which it is asked whether their copies have effects on the same ranks, and other copies of wrong ones
-that are compared."""
+"""The most parameters whose copies are tested for effects on the same ranks, and the most other copies of wrong
+parameters that are compared."""
 
 MOST_ALONG_COPIES = 4
-"""Directions until one shows whether a copy received its own gradient or that of all copies."""
+"""The most directions that are tried to tell whether a copy received its own gradient or that of all copies."""
 
 
 WRONG_OR_APART = "at an earlier step, gradients were wrong, or copies of a parameter differed by more than rounding"
-"""Why later steps are not compared: their weights follow from that."""
+"""Why later steps are not compared: their weights result from that step."""
 
 
 FIRST = "0"
@@ -76,8 +82,8 @@ FIRST = "0"
 class JointComparison:
     """Compares the gradients of one process's optimizers together with all other ranks.
 
-    After a rank did not come, or failed on its own, nothing is compared any more: ``obstacle`` says why. Nor after a
-    step whose gradients were wrong. The first step with gradients that show it decides on the reading.
+    Nothing more is compared after a rank did not arrive or failed, or after a step with wrong gradients: ``obstacle``
+    says why. The first step whose gradients are clear enough decides on the reading (see ``Reading``) for later steps.
     """
 
     def __init__(self, exchange: Exchange, meetings: Meetings) -> None:
@@ -92,7 +98,7 @@ class JointComparison:
         self.obstacle = ""
 
     def forget(self) -> None:
-        """Let go of gradients."""
+        """Drop the kept gradients."""
         self._left = {}
         self._waiting = None
 
@@ -105,12 +111,13 @@ class JointComparison:
         beside: Collection[str] = (),
         by_hand: float = 1.0,
     ) -> Facts:
-        """Return what came of comparing the gradients that ``held`` parameters have now, the same on all ranks.
+        """Compare the gradients that ``held`` parameters have now; the result is the same on all ranks.
 
-        All ranks have to call this at the same step. ``divisors``: by what the script has gradients divided, as
-        multiples of the number of ranks that reduce them. ``beside`` names parameters that this rank's loss depends on
-        in another way than through the outputs of calls, as through a loss that a module holds: S has no such terms.
-        ``by_hand``: by what the script has multiplied all gradients after the backward passes.
+        All ranks must call this at the same step. ``divisors``: the numbers by which the script has gradients divided,
+        as multiples of the number of ranks that reduce them. ``beside``: names of parameters on which this rank's loss
+        depends other than through the outputs of calls, for example through a loss that a module holds. S lacks these
+        terms, so such parameters are left out. ``by_hand``: the factor by which the script multiplied all gradients
+        after the backward passes.
         """
 
         def begin() -> JointDerivative:
@@ -126,11 +133,11 @@ class JointComparison:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether some of the copies that optimizers step had no gradient yet when the others were compared."""
+        """Whether some parameter copies in optimizers had no gradient yet when the others were compared."""
         return self._waiting is not None
 
     def resume(self, held: Sequence[JointParameter]) -> Facts:
-        """Compare the copies that have their gradients now, by the same forward as the others."""
+        """Compare the copies that have received their gradients since, with the same forward as the others."""
 
         def go_on() -> JointDerivative:
             assert self._waiting is not None
@@ -161,7 +168,7 @@ class JointComparison:
         return {"why": self.obstacle}
 
     def _search(self, derivative: JointDerivative) -> Facts:
-        """Look for wrong gradients among those that are complete, and were not compared before."""
+        """Look for wrong gradients among the complete ones that were not compared before."""
         places = derivative.take_complete()
         if not places:
             raise NoAgreementError(NO_GRADIENT_YET)
@@ -173,7 +180,7 @@ class JointComparison:
         return found
 
     def _leave(self, why: str) -> None:
-        """Compare nothing any more on this rank; others that wait for it learn why."""
+        """Stop comparing on this rank, and tell the ranks that wait for it why."""
         if not self.obstacle:
             self.obstacle = why
             self._exchange.leave(why)
@@ -181,7 +188,7 @@ class JointComparison:
 
 
 class GradientSearch:
-    """Looks for the parameters whose gradients are wrong, in few directions."""
+    """Finds the parameters whose gradients are wrong, with few directions."""
 
     def __init__(
         self, derivative: JointDerivative, beginnings: Beginnings, known: Reading | None, places: Sequence[int]
@@ -198,11 +205,11 @@ class GradientSearch:
         self.known = known
 
     def facts(self) -> Facts:
-        """Compare the gradients of all parameters at the places asked for, in few directions."""
+        """Compare the gradients of all parameters in ``places``, along few directions."""
         return self._facts(*self._read(FIRST))
 
     def _facts(self, reading: Reading, difference: Difference) -> Facts:
-        """Compare them by this reading; ``difference`` is that along the first direction."""
+        """Compare the gradients under this reading. ``difference`` is the one along the first direction."""
         remaining = list(self._places)
         judged: list[int] = []
         found: Facts = {
@@ -274,7 +281,7 @@ class GradientSearch:
         return found
 
     def _leaves_out(self, reading: Reading, difference: Difference) -> bool:
-        """Return whether gradients would be others if those of what ranks receive from each other counted as well."""
+        """Return whether gradients would differ if values received from other ranks were not constants."""
         if reading.derives or not self._derivative.receives_constants:
             return False
         whole = self._read_as(replace(reading, derives=True), FIRST)
@@ -282,20 +289,20 @@ class GradientSearch:
         return abs(whole.right - difference.right) > max(whole.limit, difference.limit)
 
     def _is_suspicious(self, difference: Difference, places: Iterable[int]) -> bool:
-        """Return whether more directions may show that what the step before left is in gradients below the limit.
+        """Return whether more directions may reveal gradients left from the previous step below the limit.
 
-        Other formats than those of 16 bits hide nothing of that size.
+        Only 16-bit formats can hide gradients of that size.
         """
         is_large = difference.error(places) > SUSPICIOUS * difference.limit
         return self._derivative.is_coarse and is_large and any(difference.left[place] for place in places)
 
     def _not_averaged(self, doubtful: Sequence[int]) -> list[int]:
-        """Return those that began alike on several ranks, and have effects on the terms of S of different ranks.
+        """Return the parameters that began alike on several ranks, and that affect the terms of S of different ranks.
 
-        They are replicas, each with samples of its own; parts of a layer share an effect, or one loss that several
-        ranks compute from their parts of the outputs. Stages of a pipeline are run apart, so their effects say nothing:
-        there, ranks hold replicas if they hold the same stage and communicate with nobody in its forward. Whoever makes
-        their weights equal after a step may average these.
+        These are replicas, each with its own samples. Parts of a layer affect the same terms, or one loss that several
+        ranks compute from their parts of the outputs. Pipeline stages run separately, so their effects tell nothing.
+        There, ranks hold replicas if they hold the same stage and its forward does not communicate. A script that makes
+        the weights equal after a step may average the weights instead.
         """
         if self._derivative.losses < len(self._every):
             silent = [
@@ -323,7 +330,7 @@ class GradientSearch:
         return found
 
     def _norms(self) -> list[float]:
-        """Return the smallest and the largest norm of all gradients: some may be copies of others, or parts."""
+        """Return the smallest and the largest possible norm of all gradients: some may be copies or parts of others."""
         squares = [
             [sum(self._derivative.squares.get(key, 0.0) for key in instance) for instance in group.instances]
             for group in self._groups
@@ -337,9 +344,10 @@ class GradientSearch:
         return [math.sqrt(sum(seen.values())), math.sqrt(parts)]
 
     def _read(self, seed: str) -> tuple[Reading, Difference]:
-        """Return the first reading by which all gradients are right along a direction, and its difference.
+        """Return the first reading under which all gradients are right along a direction, and its difference.
 
-        If there is none, return the first reading, or the one that is nearest where the script multiplies gradients.
+        If there is none, and optimizers step copies, look for a factor in all gradients. Otherwise return the first
+        reading, or the nearest one if the script multiplies gradients.
         """
         readings = self._readings(self.known)
         for one in readings:
@@ -352,15 +360,15 @@ class GradientSearch:
             if (scaled := self._with_factor(one)) is not None:
                 self.known = one
                 return scaled, self._read_as(scaled, seed)
-        # A factor of the script's own may be meant while single gradients are wrong.
+        # The script may multiply gradients on purpose while single gradients are wrong.
         nearest = self._nearest(readings) if self._derivative.by_hand != 1 else readings[0]
         return nearest, self._read_as(nearest, seed)
 
     def _read_again(self, reading: Reading, seed: str) -> tuple[Reading, Difference] | None:
-        """Return another reading by which a direction is right, where one that showed less fitted ``reading`` as well.
+        """Return the reading to use in place of ``reading``, which a direction has refuted; None to keep it.
 
-        Gradients that are hardly above the noise of a direction fit several readings. If all are wrong now, the nearest
-        one tells best what is wrong.
+        Gradients barely above the noise of a direction fit several readings. If no reading fits now, the nearest one
+        tells best what is wrong.
         """
         if self._is_settled:
             return None
@@ -394,9 +402,9 @@ class GradientSearch:
         return readings
 
     def _nearest(self, readings: Sequence[Reading]) -> Reading:
-        """Return the reading that explains most of the gradients: another than the first only where it is much nearer.
+        """Return the reading that explains most of the gradients: the first one, unless another is much nearer.
 
-        Where half of a gradient is wrong, several readings are equally near.
+        If half of a gradient is wrong, several readings are equally near.
         """
         self._derivative.read_as(Reading(in_place=readings[0].in_place, derives=readings[0].derives))
         mean_of, places = self._derivative.divided_by, self._places
@@ -415,7 +423,7 @@ class GradientSearch:
         return (False, True) if self._derivative.losses > 1 else (False,)
 
     def _with_factor(self, reading: Reading) -> Reading | None:
-        """Return the reading with one factor in all gradients, None where they have no such factor.
+        """Return the reading with the factor that all gradients share, None if they share none.
 
         Raises:
             NoAgreementError: gradients are too small to tell.
@@ -436,7 +444,7 @@ class GradientSearch:
         return scaled if all(one.error(places) <= one.limit for one in others) else None
 
     def _scaled(self, reading: Reading, difference: Difference) -> Facts:
-        """Return the factor in all gradients, how well it is known, and what it makes wrong about one parameter."""
+        """Return the factor in all gradients, its error bound, and the mistake it makes in one parameter's gradient."""
         place = max(difference.received, key=lambda one: abs(difference.received[one]))
         self._derivative.read_as(replace(reading, factor=1.0, factor_error=0.0))
         wrong = self._wrong([place], self._derivative.difference([place], f"apart {place}"))
@@ -452,7 +460,7 @@ class GradientSearch:
         return abs(difference.received[place]) > 2 * difference.limit
 
     def _named(self, places: Iterable[int]) -> list[list[object]]:
-        """Return the names by which parameters are recorded, each with the ranks that hold it by this name."""
+        """Return the recorded names of parameters, each with the ranks that hold the parameter under this name."""
         named: list[list[object]] = []
         for place in places:
             ranks: dict[str, list[int]] = {}
@@ -465,10 +473,10 @@ class GradientSearch:
     def _apart(
         self, places: Sequence[int], right: list[Facts], attempt: int
     ) -> tuple[list[Facts], list[int], list[int]]:
-        """Return what is wrong about single parameters, found by halving; which were judged; and which not reached.
+        """Find wrong parameters by halving; return what is wrong, the judged parameters, and those not reached.
 
-        What was measured of those that are right is added to ``right``. Each ``attempt`` has directions of its own,
-        and so has each try where parts do not show what they show together.
+        Measurements of right parameters are added to ``right``. Each ``attempt`` has its own directions, and so has
+        each new try when the halves do not show the error that they show together.
         """
         wrong, judged, suspects, budget = [], [], [list(places)], MOST_HALVES
         unresolved: dict[int, tuple[Sequence[int], Difference]] = {}
@@ -509,7 +517,7 @@ class GradientSearch:
         return wrong, judged, [place for half in suspects for place in half]
 
     def _wrong_copies(self, wrong: Sequence[Facts]) -> list[tuple[int, Difference]]:
-        """Return other copies of wrong parameters that are wrong too, which the first direction need not show."""
+        """Return other copies of wrong parameters that are also wrong; the first direction need not show this."""
         known = {(one["name"], rank) for one in wrong for rank in one["ranks"]}
         places = [
             place
@@ -529,7 +537,7 @@ class GradientSearch:
         return found
 
     def _is_a_part(self, place: int) -> bool:
-        """Return whether the gradient is right if each rank's copy is a part of its own, alike as they are."""
+        """Return whether the gradient is right if the equal copies on ranks are separate parts."""
         group = self._groups[place]
         if len(group.instances) == 1:
             return False
@@ -538,9 +546,9 @@ class GradientSearch:
         return difference.error([place]) <= difference.limit
 
     def _with_all_copies(self, place: int) -> Facts | None:
-        """Return what a copy received, along a direction through all copies, and ``own``, that through this one.
+        """Measure a copy along a direction through all copies; ``own`` has the terms of S along this copy alone.
 
-        The direction is one in which both differ, if it is found. None where there are no copies.
+        Uses a direction along which the two differ, if one is found. Returns None if there are no copies.
         """
         group = self._groups[place]
         if not group.is_doubtful:
@@ -561,9 +569,9 @@ class GradientSearch:
         return max(found, key=lambda one: one[0])[1]
 
     def _wrong(self, places: Sequence[int], difference: Difference) -> Facts:
-        """Return what is wrong with a parameter, or with one of several; ``places`` begins with the one that is named.
+        """Return what is wrong with a parameter, or with several; the first of ``places`` gives the name.
 
-        ``again`` is another direction, which shows whether there is a common factor.
+        ``again`` is measured along another direction, which shows whether there is a common factor.
         """
         place = places[0]
         group = self._groups[place]
@@ -587,9 +595,10 @@ class GradientSearch:
         }
 
     def _parts_of(self, place: int) -> list[list[float]]:
-        """Return what each rank received for its part, what the rank's own loss adds to the right one, and the noise.
+        """Return what each rank received for its part, what is right according to the rank's own loss, and the noise.
 
-        Empty where ranks hold no parts, or a rank has no loss.
+        For pieces of parameter copies, all losses count. The list is empty if ranks hold no parts, or a rank has no
+        loss.
         """
         group = self._groups[place]
         held = {rank: self._every[rank][number] for rank, number in group.instances[0]}
@@ -609,7 +618,7 @@ class GradientSearch:
     def _measured(self, difference: Difference, places: Iterable[int]) -> Facts:
         """Return what was received for these parameters together, and what may explain it.
 
-        ``left_in_parts`` is that of parameters of which there is one copy, on one rank or in parts on several.
+        ``left_in_parts`` counts only parameters with a single copy, on one rank or in parts on several.
         """
         parts = [place for place in places if len(self._groups[place].instances) == 1]
         return {

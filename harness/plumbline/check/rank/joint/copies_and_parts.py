@@ -1,4 +1,4 @@
-"""Which ranks hold the same parameter, and which hold parts of their own, from what all ranks say about theirs."""
+"""Tells from the descriptions by all ranks which of them hold the same parameter, and which hold separate parts."""
 
 from __future__ import annotations
 
@@ -8,28 +8,29 @@ from dataclasses import dataclass
 from plumbline.recording.observer import Facts
 
 ROUNDINGS = 128
-"""Copies of one parameter differ by no more than so many: ranks may add up gradients in different orders."""
+"""Copies of one parameter differ by at most this many unit roundoffs: ranks may add up gradients in different
+orders."""
 
 ROUNDINGS_16_BIT = 16
-"""The same in 16-bit formats: operators sum in float32 there, and round only their results. 128 would be half of a
-gradient in bfloat16, and more than that by which gradients of different samples may differ."""
+"""The same in 16-bit formats, where operators sum in float32 and round only their results. 128 roundoffs would be half
+of a gradient in bfloat16, and gradients of different samples may differ by less than that."""
 
 COARSE = 2.0**-12
-"""The unit roundoff from which on a format counts as one of 16 bits: that of float16 is 2⁻¹¹."""
+"""Formats with at least this unit roundoff count as 16-bit formats: float16 has 2⁻¹¹."""
 
 Kind = tuple[str, tuple[int, ...], int]
 """A parameter's name, its shape, and the number of ranks that hold it together."""
 
 Key = tuple[int, int]
-"""A rank, and the number of a parameter among those that it holds."""
+"""A rank, and the number of a parameter on it."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """One parameter: its ``instances``, each of which has the keys of the ranks that hold it together.
+    """One parameter. Its ``instances`` are copies of each other; each has the keys of the ranks that hold it together.
 
-    Instances are copies of each other. ``size`` is the typical size of an entry. ``is_doubtful``: others of the same
-    name began with the same values, so that they may be meant as copies of this one, or as parts.
+    ``size`` is the typical size of an entry. ``is_doubtful``: other groups of the same kind began with the same values,
+    so they can be meant either as copies of this one or as parts.
     """
 
     kind: Kind
@@ -51,24 +52,25 @@ class Group:
 
 
 class Beginnings:
-    """Which parameters the ranks held alike when they were compared for the first time.
+    """Records which parameters had the same values on all ranks when they were first compared.
 
-    Parts of a layer mostly begin with values of their own. Where they begin alike, such as biases of zeros, nothing
-    tells them from copies of one parameter whose gradients somebody forgot to add up, unless they are constants and
-    the layer has other parameters that began apart, or other stages of a pipeline begin with the same constants. What
-    a layer uses next after ranks have reduced what they computed in it is a copy, as a row-parallel layer's bias.
+    Parts of a layer usually begin with different values. If they begin alike, as biases of zeros do, they look like
+    copies of one parameter whose gradients should have been added up but were not. Exceptions are constants in a layer
+    with other parameters that began with different values, and equal constants in different pipeline stages. A
+    parameter that a layer uses next after reducing its results over ranks is a copy, as the bias of a row-parallel
+    layer.
     """
 
     def __init__(self) -> None:
         self._alike: dict[Kind, bool] = {}
         self._constant: set[Kind] = set()
         self.parts: set[Kind] = set()
-        """Those that are the same on several ranks, and turned out right only as parts."""
+        """Parameters that are the same on several ranks, but have right gradients only as separate parts."""
         self.after_reductions: set[str] = set()
-        """The names of parameters that are used next after a reduction."""
+        """Names of the parameters that a module uses next after a reduction."""
 
     def note(self, kind: Kind, *, alike: bool, constant: bool) -> None:
-        """Note how a parameter begins, once."""
+        """Note how a parameter begins. Only the first call counts."""
         if kind not in self._alike and constant:
             self._constant.add(kind)
         self._alike.setdefault(kind, alike)
@@ -78,23 +80,23 @@ class Beginnings:
         return self._alike[kind]
 
     def may_be_copies(self, kind: Kind) -> bool:
-        """Return whether different instances of a parameter may have been meant as one."""
+        """Return whether different instances of a parameter may be meant as copies of one."""
         return self._alike[kind] and not self._is_a_part(kind)
 
     def _is_a_part(self, kind: Kind) -> bool:
-        """Return whether a parameter began with equal entries, and its layer has others that began apart."""
+        """Return whether a parameter began constant, in a layer whose other parameters began differently on ranks."""
         layer = kind[0].rpartition(".")[0]
         apart = any(not alike and name.rpartition(".")[0] == layer for (name, *_), alike in self._alike.items())
         return apart and kind in self._constant and kind[0] not in self.after_reductions
 
 
 def largest_rounding(unit: float) -> float:
-    """Return how far copies may be apart where the unit roundoff is this, as a part of their length."""
+    """Return the largest distance of copies at this unit roundoff, relative to their length."""
     return unit * (ROUNDINGS if unit < COARSE else ROUNDINGS_16_BIT)
 
 
 def are_near(ours: Sequence[float], theirs: Sequence[float], most: float) -> bool:
-    """Return whether two projections differ by no more than this part of their length."""
+    """Return whether two projections differ by at most ``most``, relative to the longer one."""
     if len(ours) != len(theirs):
         return False
     apart = sum((a - b) ** 2 for a, b in zip(ours, theirs, strict=True))
@@ -103,7 +105,7 @@ def are_near(ours: Sequence[float], theirs: Sequence[float], most: float) -> boo
 
 
 def grouped(held: Sequence[Sequence[Facts]], unit: float, beginnings: Beginnings) -> list[Group]:
-    """Return the parameters of a model from what each rank says, which is the same on all ranks.
+    """Return the parameters of a model from the ranks' descriptions; the result is the same on all ranks.
 
     ``unit`` is the unit roundoff of the training.
     """
@@ -138,9 +140,9 @@ def grouped(held: Sequence[Sequence[Facts]], unit: float, beginnings: Beginnings
 
 
 def _join_tied(held: Sequence[Sequence[Facts]], kinds: dict[Kind, list[list[list[Key]]]], most: float) -> None:
-    """Make one of parameters of different names in different stages that have the same values and gradients.
+    """Join parameters of different names in different stages that have the same values and gradients.
 
-    Tied weights are such copies if their gradients are added up.
+    Tied weights whose gradients are added up are copies of this kind.
     """
     joined: list[list[list[Key]]] = []
     for (_, shape, size), found in kinds.items():
@@ -168,7 +170,7 @@ def _join_tied(held: Sequence[Sequence[Facts]], kinds: dict[Kind, list[list[list
 def _have_same_gradient(
     held: Sequence[Sequence[Facts]], ours: Sequence[Key], theirs: Sequence[Key], most: float
 ) -> bool:
-    """Return whether two parameters have the same gradient, not zero, wherever ranks hold pieces of either."""
+    """Return whether two parameters have the same nonzero gradient, however ranks hold their pieces."""
     if any("pieces" in held[rank][number] for rank, number in (*ours, *theirs)):
         one, other = ([_added([held[a][i]["gradient"] for a, i in keys])] for keys in (ours, theirs))
     else:
@@ -181,9 +183,9 @@ def _added(projections: Sequence[Sequence[float]]) -> list[float]:
 
 
 def tied_apart(held: Sequence[Sequence[Facts]], groups: Sequence[Group], unit: float) -> list[list[Key]]:
-    """Return pairs of parameters that were one when the model was built, and get other gradients in other stages.
+    """Return pairs of parameters that were tied when the model was built, but get different gradients in their stages.
 
-    They still have the same values.
+    Their values are still equal.
     """
     tied = [one for one in groups if all(held[rank][number]["tied"] for rank, number in one.keys)]
     found = []
@@ -200,15 +202,15 @@ def tied_apart(held: Sequence[Sequence[Facts]], groups: Sequence[Group], unit: f
 
 
 _ENDS = ("receives activations", " sends activations")
-"""What is known of the last and the first stage of a pipeline whose stages have no numbers."""
+"""Descriptions of the last and the first pipeline stage if stages have no numbers."""
 
 
 def replicas_of_stages(
     held: Sequence[Sequence[Facts]], groups: Sequence[Group], doubtful: Sequence[int], unit: float, *, is_first: bool
 ) -> list[int]:
-    """Return which of the ``doubtful`` parameters are in one stage that several ranks hold, with other gradients each.
+    """Return the ``doubtful`` parameters of stages that several ranks hold, each with its own gradient.
 
-    None if all of them have the same values again after their first step.
+    Return none if all of them have the same values again after their first step.
     """
     kinds: dict[Kind, list[int]] = {}
     for place in doubtful:
@@ -229,7 +231,7 @@ def replicas_of_stages(
 def have_one_gradient(
     held: Sequence[Sequence[Facts]], groups: Sequence[Group], place: int, unit: float, beginnings: Beginnings
 ) -> bool:
-    """Return whether different parts of a parameter have the same gradient: DTensor's, or those that began apart."""
+    """Return whether a parameter's parts, of a DTensor or with different weights, have the same gradient."""
     group, most = groups[place], largest_rounding(unit)
     every = [held[rank][number] for rank, number in group.keys]
     are_parts = any(one["copies"] < len(one["ranks"]) and "pieces" not in one for one in every)
@@ -250,7 +252,7 @@ def have_one_gradient(
 
 
 def _may_be_one(held: Sequence[Sequence[Facts]], ours: Sequence[Key], theirs: Sequence[Key], most: float) -> bool:
-    """Return whether two parameters began alike. Constants in different stages say nothing."""
+    """Return whether two parameters began alike. Equal constants in different stages do not count."""
     if not _same(held, ours, theirs, ("weights",), most):
         return False
     (rank, number), (other_rank, other) = ours[0], theirs[0]

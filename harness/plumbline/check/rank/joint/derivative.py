@@ -1,4 +1,9 @@
-"""The derivative of the joint forward along directions through some parameters, and what was received for them."""
+"""The derivative of the joint forward along directions through some parameters, and what was received for them.
+
+S is the sum over ranks and backward passes of the inner products of the outputs of the ranks' recorded forwards with
+the gradients that arrived at these outputs. Its directional derivative, divided by the number of losses unless
+gradients are sums, is compared with what was received.
+"""
 
 from __future__ import annotations
 
@@ -25,20 +30,21 @@ from plumbline.replay.function_derivatives import can_be_a_derivative
 from plumbline.replay.precision import ReplayPrecision
 
 STEP = 1e-7
-"""How far weights are moved, in multiples of their size: float64 keeps nine digits of the difference, and few units of
-a piecewise linear layer change sides."""
+"""Distance by which weights are moved, relative to their size. float64 keeps nine digits of the difference, and few
+units of a piecewise linear layer change sides."""
 
 LIMIT = 2.0**7
-"""How many times as large as the noise a right error may be: the square root of 16,384 terms of a sum. Its roundings
-grow with the square root of their number (Higham, Accuracy and Stability of Numerical Algorithms, 2.8), and
-``Rounding`` has only one for the whole of an operator."""
+"""Largest error of a right gradient, in multiples of the noise: the square root of 16,384, the number of terms of a
+sum. The rounding error of a sum grows with the square root of this number (Higham, Accuracy and Stability of Numerical
+Algorithms, 2.8), and ``Rounding`` models only one rounding for a whole operator."""
 
 LIMIT_16_BIT = 2.0**4
-"""The same in 16-bit formats: operators sum in float32 there, and round only their results. Noise is known from the few
-numbers that ranks and passes add: four deviations, of a deviation that may be four times as large."""
+"""The same in 16-bit formats, where operators sum in float32 and round only their results. The noise is estimated from
+the few numbers that ranks and passes add: four standard deviations, where the true deviation may be four times the
+estimate."""
 
 SAME_FACTOR = 1e-6
-"""Relative difference up to which the factors that ranks read off the lengths of their gradients are one."""
+"""Relative difference up to which losses, and the factors that ranks find in their gradients, count as equal."""
 
 OTHER_TENSORS = (
     "the forward communicates, and no optimizer holds the parameters of its modules. Gradients of other tensors, such "
@@ -46,18 +52,17 @@ OTHER_TENSORS = (
 )
 
 SPREAD = 4.0
-"""By how many roundings the outputs of an ordinary forward differ from exact ones."""
+"""Distance of an ordinary forward's outputs from exact ones, in unit roundoffs."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What the gradients are those of: the sum of the ranks' losses, or the mean; and what collectives in place add.
+    """How gradients are read: as derivatives of the sum or the mean of the ranks' losses, with a view of collectives.
 
-    ``derives``: what other collectives return without a gradient depends on the tensors of all ranks; otherwise, it is
-    a constant.
-    ``factor`` is in all of them, as where a trainer's own code has divided gradients by a loss scale, or clipped them.
-    ``factor_error`` is the noise of the factor, relative to it. ``is_by_hand``: the script was seen to multiply all
-    gradients by it.
+    ``in_place``: what collectives add to tensors in place. ``derives``: values that other collectives return without a
+    gradient depend on the tensors of all ranks; otherwise they are constants. ``factor``: a factor in all gradients,
+    for example because a trainer's own code has divided them by a loss scale, or clipped them. ``factor_error``: the
+    noise of the factor, relative to it. ``is_by_hand``: the script was seen to multiply all gradients by the factor.
     """
 
     is_sum: bool = False
@@ -70,7 +75,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class RankLosses:
-    """The values at which a rank's backward passes began, if they began at a loss.
+    """The loss values from which a rank's backward passes began, if they began at a loss.
 
     ``are_computed_together``: a function that communicates has computed them from the outputs of modules.
     """
@@ -83,8 +88,9 @@ class RankLosses:
 class Difference:
     """The derivative of S along a direction, and what was received for each parameter.
 
-    ``shares`` are its terms by rank and pass, ``right`` is their sum; ``limit`` is the largest right error. ``left`` is
-    what the step before left in the gradients.
+    ``shares``: the terms of the derivative by rank and pass. ``right``: their sum. ``limit``: the largest error of
+    right gradients. ``received``: the product of each parameter's gradient with the direction. ``left``: the same with
+    the gradient of the previous step, which remains if it is not zeroed.
     """
 
     shares: list[list[float]]
@@ -95,7 +101,7 @@ class Difference:
     left: Mapping[int, float]
 
     def error(self, groups: Iterable[int]) -> float:
-        """Return how far what was received for these groups together is from what is right."""
+        """Return the distance of what was received for these groups together from the right value."""
         return abs(self.received_for(groups) - self.right)
 
     def received_for(self, groups: Iterable[int]) -> float:
@@ -104,17 +110,18 @@ class Difference:
 
 
 class JointDerivative:
-    """Differentiates the forward of one step, together with all other ranks, and knows the gradients received.
+    """Differentiates the forward of one step together with all other ranks, and holds the gradients received.
 
-    ``every`` has what each rank says of its parameters, and ``groups`` which of these belong together. ``losses``
-    counts the ranks that compute a loss. ``has_same_loss``: all of their losses are equal. ``has_one_loss``: they are
-    computed from equal outputs. ``communicate`` says of each rank whether its forward does. ``receives_constants``: the
-    forward uses what collectives return as constants, for tensors with a gradient. ``changed`` are gradients that were
-    changed between stages. ``in_place`` are the readings of collectives in place that have to be tried. ``is_first``:
-    no step was compared before. ``are_copies``: optimizers step copies of all parameters. ``squares`` has those of
-    gradients that were taken, by rank and number. ``factor`` is that in all of them, and its relative error; None
-    before any was compared. ``by_hand`` is that by which the script was seen to multiply them on every rank, 1 if there
-    is none. ``step``: each step has directions of its own in 16-bit formats, where all of them are judged together.
+    ``every``: each rank's descriptions of its parameters. ``groups``: which of these belong together. ``losses``: the
+    number of ranks that compute a loss. ``has_same_loss``: all their losses are equal. ``has_one_loss``: they are also
+    computed from equal outputs. ``communicate``: for each rank, whether its forward communicates.
+    ``receives_constants``: the forward combines tensors that have a gradient with values that collectives return as
+    constants. ``changed``: gradients that changed between pipeline stages. ``in_place``: the readings of in-place
+    collectives to try. ``is_first``: no step was compared before. ``are_copies``: optimizers step copies of all
+    parameters. ``squares``: the squared norms of the gradients taken so far, by rank and number. ``factor``: the factor
+    in all of these gradients and its relative error, None before any was compared. ``by_hand``: the factor by which the
+    script was seen to multiply gradients on every rank, 1 without one. ``step``: each step has its own directions in
+    16-bit formats, where the directions of all steps are judged together.
     """
 
     def __init__(
@@ -180,7 +187,7 @@ class JointDerivative:
         for names in exchange.values([one.name for one in held if id(one.parameter) in used]):
             beginnings.after_reductions.update(names)
         self.groups = grouped(self.every, self.unit, beginnings)
-        # A loss that is summed over ranks only to be printed has one value as well.
+        # A loss that is summed over ranks only for printing also has one value.
         self.has_one_loss = self.has_same_loss and all(
             len(own) == len(self._still[0]) and all(map(_are_near, own, self._still[0])) for own in self._still
         )
@@ -197,14 +204,14 @@ class JointDerivative:
 
     @property
     def is_coarse(self) -> bool:
-        """Whether the forward computes in 16 bits: errors are of one size there.
+        """Whether the forward computes in a 16-bit format, where all errors are of similar size.
 
-        In finer formats, few units that change sides make single large ones.
+        In finer formats, a few units that change sides cause single large errors.
         """
         return self.unit >= COARSE
 
     def have_one_loss(self, ranks: Collection[int]) -> bool:
-        """Return whether ranks compute one loss together, from outputs of which each has a part, as far as it shows."""
+        """Return whether ranks appear to compute one loss together, each from its part of the outputs."""
         first, *others = (self._losses[rank] for rank in ranks)
         near = max(self.unit, SAME_FACTOR)
         are_equal = all(
@@ -214,7 +221,7 @@ class JointDerivative:
         return self._are_computed_together and bool(first) and are_equal
 
     def receive(self, held: Sequence[JointParameter]) -> None:
-        """Take the gradients that these parameters have now; they are the same parameters as before."""
+        """Take the gradients that ``held`` parameters have now. The parameters are the same at each call."""
         self._held = held
         self._gradients = [one.gradient() for one in held]
         finite = all(one is None or bool(one.isfinite().all()) for one in self._gradients)
@@ -230,7 +237,7 @@ class JointDerivative:
         self.groups = grouped(self.every, self.unit, self._beginnings)
 
     def take_complete(self) -> list[int]:
-        """Return the places of parameters whose gradients are all here now, but for those that were taken before."""
+        """Return the places of the parameters whose gradients are complete now and were not taken before."""
         complete = [
             place
             for place, group in enumerate(self.groups)
@@ -247,7 +254,7 @@ class JointDerivative:
         return all(group.keys <= self.squares.keys() for group in self.groups)
 
     def _agree(self, collectives: Mapping[str, list[int]]) -> None:
-        """Make sure that the members of each process group used it as often in each of their calls."""
+        """Make sure that all members of each process group used it equally often in their calls."""
         members = members_of_groups()
         counts = {name: [members[name], [one for one in given if one]] for name, given in collectives.items()}
         everywhere = self._exchange.values(counts)
@@ -257,7 +264,7 @@ class JointDerivative:
                     raise NoAgreementError("ranks called different numbers of collectives in the forward")
 
     def _rehearsed(self, compute: Callable[[], list[Any]]) -> list[list[Any]]:
-        """Compute together for the first time: what fails on one rank alone fails here. See ``_all``."""
+        """Compute together for the first time, so that errors on one rank alone appear here. See ``_all``."""
 
         def met() -> list[Any]:
             with self._meetings.held():
@@ -266,7 +273,7 @@ class JointDerivative:
         return self._all(met)
 
     def _all(self, compute: Callable[[], list[Any]]) -> list[list[Any]]:
-        """Compute together, and return what each rank has; all ranks give up where one of them failed."""
+        """Compute together, and return each rank's result. All ranks give up if one of them fails."""
         try:
             own: tuple[list[Any], str] = compute(), ""
         except Exception as error:
@@ -338,18 +345,18 @@ class JointDerivative:
         return self._all(compute)
 
     def read_as(self, reading: Reading) -> None:
-        """Take the gradients as those of what a reading says."""
+        """Interpret the gradients by ``reading`` from now on."""
         self._reading = reading
         self._of = 1.0 if reading.is_sum else self._mean_of
         self._forward.take(reading.in_place, derives=reading.derives)
 
     @property
     def divided_by(self) -> float:
-        """By what the sum of the ranks' losses is divided: gradients are those of what that makes."""
+        """The number by which the sum of the ranks' losses is divided before it is differentiated."""
         return self._of
 
     def not_derivatives(self) -> list[str]:
-        """Return the names of functions that communicate, and whose backward is the derivative of no forward."""
+        """Return the names of communicating functions whose backward cannot be the derivative of any forward."""
         self._weights.move({}, 0.0)
         every = self._all(self._forward.exchanges)
         names = [[name for name, _ in own] for own in every]

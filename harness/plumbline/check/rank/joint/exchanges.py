@@ -1,4 +1,4 @@
-"""Functions of the script's own by which its loss communicates, each with a backward of its own."""
+"""The script's own autograd functions by which its loss communicates, each with its own backward."""
 
 from __future__ import annotations
 
@@ -24,29 +24,32 @@ from plumbline.replay.own_numbers import normal
 from plumbline.replay.random_state import RandomState, drawn_from
 
 STEP = 1e-7
-"""How far inputs are moved, in multiples of their size."""
+"""Distance by which inputs are moved, relative to their size."""
 
 LIMIT = 2.0**7
-"""How many times as large as the noise a right error may be, as in ``comparison``."""
+"""Largest error of a right derivative, in multiples of the noise, as in ``derivative``."""
 
 MOST = 16
-"""Calls that are compared at each step, and ranks whose inputs are moved by themselves."""
+"""The most calls compared at each step, and the most ranks whose inputs are moved one rank at a time."""
 
 RIGHT, PART, MULTIPLE, OWN = "right", "part", "multiple", "own"
-"""The backward is the derivative of the forward; that by the number of ranks; that times it; that of the rank alone."""
+"""The backward is the derivative of the forward, this derivative divided by the number of ranks, multiplied by it, or
+the derivative of the rank's own outputs alone."""
 
 _OF_TORCH = "torch.distributed.nn"
-"""Where torch has functions by which a loss may communicate."""
+"""The module with torch's own functions by which a loss can communicate."""
 
 IsInside = Callable[[], bool]
-"""Returns whether a module runs whose whole forward is computed again."""
+"""Returns whether a tracked call runs, whose whole forward is computed again."""
 
 
 @dataclass
 class Exchanged:
-    """A call of such a function: its inputs, what arrived at its outputs, and what its backward made of that.
+    """A call of such a function, with its inputs.
 
-    ``drawn`` are the states from which it drew random numbers. ``node`` is that of the script's graph.
+    ``drawn``: the generator states from which it drew random numbers. ``node``: a weak reference to its node in the
+    script's graph. ``arrived``: for each backward pass, the gradients that its backward returned, and those that
+    arrived at its outputs.
     """
 
     kind: Any
@@ -61,7 +64,7 @@ class Exchanged:
         return str(self.kind.__name__)
 
     def outputs(self, moved: Callable[[int, Tensor], Tensor]) -> list[Tensor]:
-        """Run the function again in float64, with its inputs moved; ``moved`` gets the number of each."""
+        """Run the function again in float64 with moved inputs; ``moved`` gets the number of each input."""
         numbers = iter(range(len(self.inputs)))
 
         def replaced(one: Tensor) -> Tensor:
@@ -82,21 +85,21 @@ class ExchangeFunctions:
         self._end: Callable[[], None] = lambda: None
 
     def start(self) -> None:
-        """Follow such functions from now on."""
+        """Start following such functions."""
         self._end = follow_functions(self._applied)
 
     def stop(self) -> None:
-        """Follow them no more."""
+        """Stop following them."""
         self._end()
         self._calls = []
 
     def take(self) -> list[Exchanged]:
-        """Return the calls since the last time whose backward ran once."""
+        """Return the calls since the last time whose backward ran exactly once, at most ``MOST``."""
         calls, self._calls = self._calls, []
         return [one for one in calls if len(one.arrived) == 1][:MOST]
 
     def take_has_communicated(self) -> bool:
-        """Return whether any function has communicated since the last time, also with some of the ranks."""
+        """Return whether any function has communicated since the last time, even with only some ranks."""
         has_communicated, self._has_communicated = self._has_communicated, False
         return has_communicated
 
@@ -123,7 +126,7 @@ class ExchangeFunctions:
         return outside and torch.is_grad_enabled() and not is_ours
 
     def _follow(self, call: Exchanged, node: Any) -> None:
-        # Of calls in an evaluation with gradients enabled, whose graph is gone, nothing is kept.
+        # Drop calls whose graph is gone, such as those of an evaluation with gradients enabled.
         self._calls = [one for one in self._calls if one.arrived or one.node() is not None] + [call]
         weak = ref(call)  # the script's graph may outlive the record
 
@@ -136,9 +139,9 @@ class ExchangeFunctions:
 
 
 def compared(exchange: Exchange, meetings: Meetings, calls: Sequence[Exchanged]) -> list[Facts]:
-    """Return what came of comparing the backward of each function with differences of its forward, on all ranks.
+    """Compare the backward of each function with differences of its forward, together with all ranks.
 
-    Functions that every rank gives the same inputs are left out: what their gradient is depends on what follows.
+    Functions that get the same inputs on two ranks are left out: their right gradient depends on later operations.
     """
     theirs = exchange.values([one.name for one in calls])
     if any(names != theirs[0] for names in theirs):
@@ -164,9 +167,9 @@ def _attempted(meetings: Meetings, call: Exchanged, seed: int, only: int | None 
 
 
 def _terms(call: Exchanged, seed: int, only: int | None) -> dict[str, float]:
-    """Return this rank's terms of both derivatives along a random direction, their squares, and rounding.
+    """Return this rank's terms of the right and the received derivative along a random direction, and of their noise.
 
-    ``only``: the rank whose inputs move; all of them if it is None.
+    ``only``: the only rank whose inputs move; None to move those of all ranks.
     """
     ((given, cotangents),) = call.arrived
     rank = torch.distributed.get_rank()
@@ -198,7 +201,10 @@ def _terms(call: Exchanged, seed: int, only: int | None) -> dict[str, float]:
 
 
 def _found(name: str, every: Sequence[dict[str, float]]) -> Facts | None:
-    """Return how a function's backward is related to its derivative: ``is`` names that, or is "" so far."""
+    """Return how a function's backward relates to its derivative: ``is`` names the relation, "" if it is unknown yet.
+
+    None if ranks have equal inputs, or derivatives are too small to tell.
+    """
     if len({one["inputs"] for one in every}) < len(every):
         return None
     total = {kind: math.fsum(one[kind] for one in every) for kind in every[0]}

@@ -1,4 +1,8 @@
-"""One evaluation of S: every rank runs its recorded calls again, at weights of its own choice."""
+"""Evaluates S: every rank runs its recorded calls again, with moved weights.
+
+S is the sum over ranks and backward passes of the inner products of the outputs of the ranks' recorded forwards with
+the gradients that arrived at these outputs.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ from plumbline.replay.unsharding import computing_dtypes
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """A call and what arrived at its outputs, by the numbers of backward passes, with the loss scales of these."""
+    """A call, the gradients that arrived at its outputs, and the loss scales, by the numbers of backward passes."""
 
     call: TrackedCall
     cotangents: Mapping[int, Sequence[Tensor | None]]
@@ -32,10 +36,10 @@ class RecordedCall:
 
 
 class JointForward:
-    """The calls of this rank since the last step, in their order.
+    """The calls of this rank since the last step, in order.
 
-    ``magnitude`` is the sum of ‖output‖ · ‖what arrived at it‖, which S cannot exceed. ``spread`` is the relative
-    distance of the training's outputs from exact ones.
+    ``magnitude``: the sum of ‖output‖ · ‖gradient that arrived‖, a bound of this rank's part of S. ``spread``: the
+    relative distance of the training's outputs from exact ones.
     """
 
     def __init__(self, calls: Sequence[RecordedCall], weights: JointWeights) -> None:
@@ -52,7 +56,7 @@ class JointForward:
         """Run the calls in the training's own precision and in float64, and return this rank's terms of S, by pass.
 
         Raises:
-            NoAgreementError: outputs are not those of the script, or the forward has a derivative of its own.
+            NoAgreementError: outputs differ from the script's, or the forward defines its own derivative.
         """
         rounded = []
         for place, one in enumerate(self._calls):
@@ -83,20 +87,20 @@ class JointForward:
 
     @property
     def receives_constants(self) -> bool:
-        """Whether calls of this rank use what other collectives return, without a gradient, for tensors with one."""
+        """Whether calls combine tensors that have a gradient with what other collectives return without one."""
         return any(one.receives for one in self._constants)
 
     def take(self, in_place: InPlace, *, derives: bool) -> None:
-        """Take what collectives add in place, and whether ``receives_constants`` are none, as the arguments say."""
+        """Set what collectives add in place, and whether received values are differentiated."""
         for one in (*self._constants, *self._rough_constants):
             one.in_place, one.derives = in_place, derives
 
     def rehearse_roughly(self, unit: float) -> list[float]:
-        """Run the calls in float64 with errors as of a format of this unit roundoff, and return the terms of S."""
+        """Run the calls in float64 with simulated rounding at this unit roundoff, and return the terms of S."""
         return self._terms(self._outputs(self._rough_constants, unit))
 
     def exchanges(self) -> list[tuple[str, Terms]]:
-        """Return the functions of these calls that communicate, and this rank's terms of their derivatives."""
+        """Return the communicating functions in these calls, with this rank's terms of their derivatives."""
         found: list[tuple[str, Terms]] = []
         for place, one in enumerate(self._calls):
             forward_together(
@@ -110,7 +114,7 @@ class JointForward:
         return found
 
     def terms(self, unit: float | None = None) -> list[float]:
-        """Return this rank's terms of S at the present weights, by pass; see ``rehearse_roughly`` for ``unit``."""
+        """Return this rank's terms of S at the current weights, by pass; see ``rehearse_roughly`` for ``unit``."""
         constants = self._constants if unit is None else self._rough_constants
         for one in constants:
             one.replay()
@@ -145,7 +149,7 @@ class JointForward:
 
 
 def recorded_calls(calls: Sequence[TrackedCall], scales: Mapping[int, float]) -> list[RecordedCall]:
-    """Return calls with what has arrived at their outputs so far."""
+    """Return calls with the gradients that have arrived at their outputs so far."""
     return [RecordedCall(one, dict(one.cotangents), scales) for one in calls]
 
 

@@ -1,4 +1,4 @@
-"""Which ranks hold the pieces of one copy of a parameter together, where optimizers step copies of the weights."""
+"""Finds which ranks together hold the pieces of one parameter copy, if optimizers step copies of the weights."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ HOLDERS_UNKNOWN = (
 )
 
 Weights = Mapping[str, Sequence[float]]
-"""Projections of parameters by their names."""
+"""Projections of parameters by name."""
 
 
 def note_holders(every: Sequence[Sequence[Facts]], unit: float) -> None:
-    """Note, in what each rank says of its parameters, which ranks hold the pieces of one copy together.
+    """Note in the ranks' descriptions of parameters which ranks together hold the pieces of one copy.
 
-    Ranks that compute with the same weights hold one copy in pieces, or each a copy of its own. ``unit`` is the unit
+    Ranks that compute with the same weights either hold one copy in pieces, or one copy each. ``unit`` is the unit
     roundoff of the training.
 
     Raises:
-        NoAgreementError: that is not known.
+        NoAgreementError: the holders are unknown.
     """
     parameters: dict[tuple[str, tuple[int, ...]], list[Key]] = {}
     for rank, own in enumerate(every):
@@ -50,7 +50,7 @@ def note_holders(every: Sequence[Sequence[Facts]], unit: float) -> None:
 
 
 def _alike(keys: Sequence[Key], weights_of: Callable[[Key], Weights], most: float) -> list[list[Key]]:
-    """Return the keys in lists of those with the same weights."""
+    """Return lists of the keys that have the same weights."""
     found: list[list[Key]] = []
     for key in keys:
         like = (others for others in found if _are_same(weights_of(key), weights_of(others[0]), most))
@@ -67,7 +67,7 @@ def _are_same(ours: Weights, theirs: Weights, most: float) -> bool:
 
 
 def _is_clear(every: Sequence[Sequence[Facts]], together: Sequence[Key]) -> bool:
-    """Return whether these ranks hold one copy together, or all of them a whole one."""
+    """Return whether these ranks hold one copy together, or a whole copy each."""
     return _times_held(every, together) in {1, len(together)}
 
 

@@ -1,4 +1,4 @@
-"""Ranks meet before each collective of a forward that they run again, so that none waits for one that has failed."""
+"""Lets ranks meet before each collective of a forward that runs again, so that none waits for a failed rank."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from plumbline.recording.sharding import dtensors
 from plumbline.replay.collectives import groups_in, is_collective, members_of_groups
 
 MESSAGES = frozenset({"send", "recv_", "recv_any_source_"})
-"""Operators in which two ranks take part. Both may begin by sending, so neither can wait for the other before."""
+"""Point-to-point operators. Both ranks may send first, so neither can wait for the other before."""
 
 
 PATIENCE_S = 1800.0
-"""How long a rank waits for others that have not failed, in seconds: as long as torch's collectives do by default. One
-that gave up would leave those that come later waiting in the collective."""
+"""Seconds that a rank waits for others that have not failed: as long as torch's collectives wait by default. A rank
+that gave up earlier would leave later ones waiting in the collective."""
 
 
 class Meetings:
-    """Where the members of a process group meet before each of their collectives: in the store.
+    """Lets the members of a process group meet in the store before each of their collectives.
 
-    A collective waits for all ranks of its group. Without a meeting, those of a rank that failed before would wait
-    until the group's time limit, and this would end the training.
+    A collective waits for all ranks of its group. Without a meeting, it would wait for a failed rank until the group's
+    timeout, which would end the training.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Meetings:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold meetings inside the block; all ranks enter it together. The others learn of an error that leaves it.
+        """Hold meetings inside the block, which all ranks enter together; tell the others of an error that leaves it.
 
         Raises:
             NoAgreementError: another rank failed.
@@ -49,7 +49,7 @@ class Meetings:
             raise
 
     def leave(self, why: str) -> None:
-        """Tell ranks that meet next why this one does not come."""
+        """Tell the ranks that meet next why this one will not arrive."""
         self._begin()
         self._leave(why)
 
@@ -82,7 +82,7 @@ def told(error: Exception) -> str:
 
 
 class _BeforeCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Meets before each operator that communicates; those inside operators on DTensors go through it, too."""
+    """Meets before each operator that communicates, also inside operators on DTensors."""
 
     supports_higher_order_operators = True
 

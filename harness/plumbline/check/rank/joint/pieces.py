@@ -1,4 +1,4 @@
-"""Parameters of which optimizers step copies, as trainers in mixed precision do: one copy may lie on several ranks."""
+"""Parameters whose copies are stepped, as in mixed-precision trainers: one copy may be spread over several ranks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from plumbline.recording.observer import Facts
 
 
 class JointPieces(JointParameter):
-    """A parameter of which this rank's optimizers hold ``pieces``, none perhaps.
+    """A parameter of which this rank's optimizers hold ``pieces``, possibly none.
 
-    Each has the factor by which its gradient was scaled and clipped since the backward passes. ``recorded`` has the
-    names of all ranks' pieces, as they are recorded.
+    Each piece has the factor by which its gradient was scaled and clipped since the backward passes. ``recorded`` has
+    the recorded names of all ranks' pieces.
     """
 
     def __init__(
@@ -37,15 +37,15 @@ class JointPieces(JointParameter):
 
     @property
     def is_complete(self) -> bool:
-        """Whether all pieces have a gradient: some trainers give them theirs one optimizer's step after the other."""
+        """Whether all pieces have a gradient: some trainers assign it one optimizer step after the other."""
         return all(one.master.grad is not None for one, _ in self._pieces)
 
     def gradient(self) -> Tensor | None:
-        """Return the gradient that the pieces received, zeros elsewhere; None without a piece."""
+        """Return the pieces' gradient before scaling and clipping, zeros elsewhere; None without a piece."""
         return self._joined([factor for _, factor in self._pieces])
 
     def received(self) -> Tensor | None:
-        """Return the same as the optimizers receive it."""
+        """Return the gradient as the optimizers receive it, scaled and clipped."""
         return self._joined([1.0] * len(self._pieces))
 
     def own_part(self, along: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class JointPieces(JointParameter):
         return as_real(joined.view(self.parameter.shape))
 
     def described(self, gradient: Tensor | None) -> Facts:
-        """Return what a rank says about the parameter, and where its pieces lie."""
+        """Return this rank's description of the parameter, and where its pieces lie."""
         return {
             **super().described(gradient),
             "recorded": self._recorded,

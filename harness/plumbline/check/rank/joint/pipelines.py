@@ -1,4 +1,4 @@
-"""The stages of torch.distributed.pipelining: what divides their gradients, and backward passes in two halves."""
+"""Follows stages of torch.distributed.pipelining: how they scale gradients, and backward passes in two halves."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ CountedPass = Callable[[Sequence[Tensor]], AbstractContextManager[None]]
 
 
 class Pipelines:
-    """Follows the stages' own scaling of gradients, so that the loss is taken as the mean over micro-batches.
+    """Follows how stages scale gradients, so that these count as gradients of the mean over micro-batches.
 
-    Zero-bubble schedules compute gradients of a stage's inputs, and later those of its weights, without
-    ``torch.autograd.backward``. The first half is counted as a pass: gradients arrive at the stage's outputs in it.
+    Zero-bubble schedules compute the gradients of a stage's inputs first and those of its weights later, without
+    ``torch.autograd.backward``. The first half counts as a backward pass: gradients arrive at the stage's outputs in
+    it.
     """
 
     def __init__(self) -> None:
@@ -38,7 +39,7 @@ class Pipelines:
             wrap(stages, "stage_backward_input", self._around_inputs)
 
     def stepped(self) -> None:
-        """Forget what was scaled: the optimizer has used it."""
+        """Forget the factors: the optimizer has used the scaled gradients."""
         self._factors.clear()
 
     def factor(self, parameter: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Parameters that follow a reduction over ranks in a layer, such as the bias of a row-parallel one."""
+"""Finds parameters that a layer uses next after a reduction over ranks, such as the bias of a row-parallel layer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Running:
 def used_after_reductions(weights: JointWeights) -> Iterator[set[int]]:
     """Collect the ids of parameters that a forward at these weights uses next after a reduction in the same module.
 
-    They do not belong to what was reduced: every rank adds, or multiplies by, the whole of such a parameter.
+    Such a parameter is no part of what was reduced: every rank adds, or multiplies by, the whole parameter.
     """
     running: list[_Running] = []
     found: set[int] = set()

@@ -1,4 +1,4 @@
-"""Gradients that go from one stage of a pipeline to another: what was received for outputs is what was computed."""
+"""Checks that gradients arrive at one pipeline stage as they were computed by another."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from plumbline.recording.sharding import local
 from plumbline.replay.own_numbers import normal
 
 LIMIT = 2.0**7
-"""How many times as large as the noise a right error may be, as in ``comparison``."""
+"""Largest error of a right gradient, in multiples of the noise, as in ``derivative``."""
 
 
 def passed_on(calls: Sequence[RecordedCall]) -> Facts:
-    """Return what arrived at the outputs of this rank's calls, and at activations that they received.
+    """Return the gradients at the outputs of this rank's calls, and at the activations that they received.
 
-    Each is a digest of the values, a projection of the gradient, and the length of its terms.
+    Each has a digest of the values, a projection of the gradient, and the sum of the projection's squared terms.
     """
     sent = [
         [_digest(values), *_projected(cotangent)]
@@ -41,9 +41,9 @@ def passed_on(calls: Sequence[RecordedCall]) -> Facts:
 
 
 def changed_on_the_way(every: Sequence[Facts], unit: float) -> list[Facts]:
-    """Return the gradients that one rank received otherwise than another computed them for the same values.
+    """Return the gradients that one rank received differently from how another computed them for the same values.
 
-    Values that several ranks send or receive are left out: how their gradients belong together is not known.
+    Values that several ranks send or receive are left out: it is not known how their gradients belong together.
     """
     sent, received = (dict(_summed([one[kind] for one in every])) for kind in ("sent", "received"))
     found = []
@@ -59,7 +59,7 @@ def changed_on_the_way(every: Sequence[Facts], unit: float) -> list[Facts]:
 
 
 def _summed(every: Sequence[Sequence[Sequence[float]]]) -> Iterator[tuple[object, tuple[int, float, float]]]:
-    """Yield each digest with its rank, -1 if it is on several, and the sums over what was noted for it."""
+    """Yield each digest with its rank, -1 if several have it, and the sums of its projections and their squares."""
     sums: dict[object, tuple[int, float, float]] = {}
     for rank, own in enumerate(every):
         for digest, value, squares in own:

@@ -1,4 +1,4 @@
-"""When a step's gradients are compared with the joint forward, and what is known of their parameters."""
+"""Decides when a step's gradients are compared with the joint forward, and describes their parameters."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ FLAT = (
 )
 
 _SCALING = ("MulBackward0", "DivBackward0")
-"""What makes a scaled loss out of a loss, or of what stands in its place."""
+"""Nodes that turn a loss, or what stands in its place, into a scaled loss."""
 
 
 class JointSteps(Observer):
-    """Compares the gradients of steps whose ranks cannot compute them alone; the result is among the step's facts."""
+    """Compares the gradients of steps that ranks cannot compute alone; the result is among the step's facts."""
 
     name = "joint"
 
@@ -74,7 +74,7 @@ class JointSteps(Observer):
         self._functions.is_inside = is_inside
 
     def start(self) -> None:
-        """Follow what a loss communicates with."""
+        """Start following the functions by which a loss communicates."""
         super().start()
         self._functions.start()
 
@@ -83,7 +83,7 @@ class JointSteps(Observer):
         self._pipelines.follow()
 
     def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
-        """Note whether the pass begins at a loss, or at activations of which another rank knows the gradient."""
+        """Note whether the pass begins at a loss, or at activations whose gradient comes from another rank."""
         ends_in_loss = all(root.numel() == 1 for root in roots)
         self._losses[number] = math.fsum(float(root.detach()) for root in roots) if ends_in_loss else None
         if ends_in_loss and all(map(_may_be_left_behind, roots)):
@@ -97,9 +97,9 @@ class JointSteps(Observer):
         *,
         communicates: bool,
     ) -> None:
-        """Compare the gradients of a step, if needed: ``communicates`` says whether its forward does.
+        """Compare the gradients of a step if needed: ``communicates`` says whether its forward communicates.
 
-        ``beside``: the parameters that the loss depends on in another way than through the outputs of calls.
+        ``beside``: the parameters on which the loss depends other than through the outputs of calls.
         """
         self._communicates |= communicates
         numbers = {one.number for one in passes} | {number for one in calls for number in one.cotangents}
@@ -128,7 +128,7 @@ class JointSteps(Observer):
             self._found = self._compared_functions(functions) or None
 
     def _compared_functions(self, calls: Sequence[Exchanged]) -> Facts:
-        """Return what the backward of functions with which the loss communicates is, if every rank has called them."""
+        """Compare the backward of functions by which the loss communicates, if every rank has called them."""
         if self._comparison.obstacle:
             return {}
         try:
@@ -143,20 +143,20 @@ class JointSteps(Observer):
         return {"communicates": self._communicates}
 
     def stop(self) -> None:
-        """Let go of gradients."""
+        """Drop the kept gradients."""
         super().stop()
         self._functions.stop()
         self._comparison.forget()
         self._waiting = [], {}
 
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
-        """Return what came of the comparison before the step."""
+        """Return the result of the comparison before the step."""
         found, self._found = self._found, None
         self._pipelines.stepped()
         return found
 
     def _held(self, calls: Sequence[RecordedCall], ends_in_loss: Mapping[int, bool]) -> Iterator[JointParameter]:
-        """Yield the parameters that calls use and an optimizer updates, as they are or as copies."""
+        """Yield the parameters that calls use and an optimizer updates, directly or as copies."""
         leaves = leaves_of(self._names.roots)
         used = {id(parameter): (parameter, one) for one in calls for parameter in one.call.trainable}
         for optimizer in self._optimizers:
@@ -183,7 +183,7 @@ class JointSteps(Observer):
                 yield JointPieces(name, parameter, pieces, recorded, divided, stage, is_tied=self.is_tied(one))
 
     def _stage(self, parameter: nn.Parameter, user: RecordedCall, ends_in_loss: Mapping[int, bool]) -> str:
-        """Return what is known of the stage that uses a parameter: its number, or what is before and after it."""
+        """Return the stage that uses a parameter: its number, or whether it receives and sends activations."""
         number = self._pipelines.stage_of(parameter)
         if number is not None:
             return f"{number}"
@@ -194,7 +194,7 @@ class JointSteps(Observer):
 def _may_be_left_behind(root: Tensor) -> bool:
     """Return whether a backward pass may begin here only to reach a function that has sent activations to another rank.
 
-    Such functions return a zero, which is no loss.
+    Such functions return a zero instead of a loss.
     """
     function = root.grad_fn
     while function is not None and function.name() in _SCALING:
@@ -209,5 +209,5 @@ def _are_several_ranks() -> bool:
 
 
 def _are_in_parts(calls: Sequence[RecordedCall]) -> bool:
-    """Return whether a model is in parts, so that no rank can compute its gradients alone."""
+    """Return whether a model is split into parts, so that no rank can compute its gradients alone."""
     return any(one.call.is_distributed or one.call.receives_activations for one in calls)

@@ -21,15 +21,15 @@ from plumbline.replay.precision import ReplayPrecision
 from plumbline.replay.unsharding import is_distributed
 
 _KEPT = 5
-"""Copies of a rank's parameters in float64: weights, where they are moved from, a direction, and two gradients."""
+"""Number of float64 copies of a rank's parameters: weights, weights before moving, a direction, and two gradients."""
 
 
 class JointParameter:
-    """A parameter as this rank holds it: the whole of it, a part by its DTensor's layout, or one that FSDP2 shards.
+    """A parameter as this rank holds it: the whole of it, a part by its DTensor's layout, or a shard of FSDP2.
 
-    ``leaf`` is what FSDP2 puts in the place of its shards while the module computes. ``scaled`` and ``clipped`` are by
-    how much its gradient was scaled and clipped since the backward passes. ``stage`` is the pipeline's stage that uses
-    it, as far as it is known. ``is_tied``: the model that was built held it in several places.
+    ``leaf``: the tensor that FSDP2 puts in the place of its shards while the module computes. ``scaled`` and
+    ``clipped``: the factors by which its gradient was scaled and clipped since the backward passes. ``stage``: the
+    pipeline stage that uses it, as far as known. ``is_tied``: the model held it in several places when it was built.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class JointParameter:
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks that hold the parameter together: this one alone where it is no DTensor."""
+        """The ranks that hold the parameter together: only this one if it is no DTensor."""
         mesh: Any = self.parameter
         if is_distributed(self.parameter):
             return [int(rank) for rank in mesh.device_mesh.mesh.flatten()]
@@ -62,25 +62,28 @@ class JointParameter:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all of the gradient that this rank receives is here."""
+        """Whether this rank has its whole part of the gradient."""
         return True
 
     def values(self) -> Tensor:
-        """Return the values with which the module computes; all ranks that hold them have to ask."""
+        """Return the values with which the module computes. All ranks that hold them must call this."""
         values = self.parameter.detach()
         return self._laid_out(whole(values)) if self._is_gathered else values
 
     def gradient(self) -> Tensor | None:
-        """Return this rank's part of the gradient in float64, None without one; all ranks that hold it have to ask."""
+        """Return this rank's part of the gradient in float64, before scaling and clipping; None without one.
+
+        All ranks that hold the parameter must call this.
+        """
         received = self.received()
         return None if received is None else received / (self._scaled * self._clipped)
 
     def square(self, gradient: Tensor | None) -> float:
-        """Return this rank's part of the squared norm of ``gradient``, as it was when it was clipped."""
+        """Return this rank's part of the squared norm that ``gradient`` had before it was clipped."""
         return 0.0 if gradient is None else float(gradient.square().sum()) * self._scaled**2 / self._copies
 
     def received(self) -> Tensor | None:
-        """Return the same as the optimizer receives it, scaled and clipped: the next backward pass may add to it."""
+        """Return a copy of the gradient as the optimizer receives it, because the next backward pass may add to it."""
         if self.parameter.grad is None:
             return None
         gradient = self.parameter.grad.detach()
@@ -89,12 +92,12 @@ class JointParameter:
         return as_real(gradient.to_dense() if gradient.is_sparse else gradient).to(torch.float64, copy=True)
 
     def described(self, gradient: Tensor | None) -> Facts:
-        """Return what a rank says about the parameter, as JSON values.
+        """Return this rank's description of the parameter, as JSON values.
 
-        ``recorded`` are the names by which it is recorded. ``size`` is the root mean square of the entries here.
-        ``weights`` and ``gradient`` are projections, ``square`` is a part of the gradient's squared norm. ``constant``:
-        all entries are equal. ``copies``: how many of the ranks that hold the parameter together hold the same part.
-        ``complete``: its gradient is all here.
+        ``recorded``: the names by which it is recorded. ``size``: the root mean square of this rank's entries.
+        ``weights`` and ``gradient``: projections. ``square``: a part of the gradient's squared norm. ``constant``: all
+        entries are equal. ``copies``: how many of the ranks that hold the parameter together hold the same part.
+        ``complete``: the gradient is complete.
         """
         values = as_real(local(self.parameter.detach()))
         size = float(values.double().square().mean().sqrt()) if values.numel() else 0.0
@@ -123,7 +126,7 @@ class JointParameter:
         return local(self._laid_out(along.to(self.parameter.device)))
 
     def own_part(self, along: Tensor) -> Tensor:
-        """Return a direction as far as this rank receives the gradient along it."""
+        """Return the part of a direction along which this rank receives the gradient."""
         return along
 
     @property
@@ -145,7 +148,7 @@ class JointParameter:
 class JointWeights(ParameterCopies):
     """Leaves for the parameters of joint forwards, which keep their layout and can be moved.
 
-    ``gathered`` is what FSDP2 puts in the places of its shards, also of those that no optimizer updates.
+    ``gathered``: the tensors that FSDP2 puts in the places of its shards, also of shards that no optimizer updates.
     """
 
     def __init__(
@@ -177,7 +180,7 @@ class JointWeights(ParameterCopies):
         return JointParameter("", parameter, self._gathered.get(id(parameter)))
 
     def move(self, directions: Mapping[int, Tensor], length: float) -> None:
-        """Set each leaf to its parameter's values, and those that have a direction to so much further along it."""
+        """Set each leaf to its parameter's values, plus ``length`` times its direction if it has one."""
         with torch.no_grad():
             for number, (_, leaf) in self._copies.items():
                 if number in directions or number in self._base:  # the others have never been moved
@@ -187,7 +190,7 @@ class JointWeights(ParameterCopies):
 
 
 def has_memory_for(held: Sequence[JointParameter]) -> bool:
-    """Return whether this rank has room for what the joint forward keeps of its parameters, and to gather each."""
+    """Return whether this rank has memory for the joint forward's copies of parameters, and to gather each."""
     if not held:
         return True
     parameters = [one.parameter for one in held]
@@ -196,12 +199,12 @@ def has_memory_for(held: Sequence[JointParameter]) -> bool:
 
 
 def leaves_of(roots: Iterable[nn.Module]) -> dict[int, Tensor]:
-    """Return what FSDP2 puts in the places of shards, by the ids of the shards."""
+    """Return the tensors that FSDP2 puts in the places of shards, by the ids of the shards."""
     return {id(shard): leaf for shard, leaf in arrival_leaves(roots)}
 
 
 def product(gradient: Tensor | None, along: Tensor, copies: int) -> tuple[float, float]:
-    """Return this rank's part of the scalar product of a gradient and a direction, and of its terms' squares."""
+    """Return this rank's part of the inner product of a gradient and a direction, and of its squared terms' sum."""
     if gradient is None:
         return 0.0, 0.0
     terms = gradient * along

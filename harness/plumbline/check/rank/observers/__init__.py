@@ -1,4 +1,4 @@
-"""What a training uses and computes beside gradients: data, random numbers, buffers, weights, losses.
+"""Observers of what a training uses and computes besides gradients: data, random numbers, buffers, weights, losses.
 
-Each observer notes facts; what an optimizer does belongs to ``optimizer/``.
+Each observer notes facts. The folder ``optimizer/`` covers what an optimizer does.
 """

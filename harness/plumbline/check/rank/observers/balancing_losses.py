@@ -1,4 +1,4 @@
-"""Notes losses that are computed from the scores of routers alone, and with which weight they count in a gradient."""
+"""Notes losses that are computed from the scores of routers alone, and their weights in the gradient."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from plumbline.check.rank.observers.unused_losses import is_auxiliary
 
 @dataclass(eq=False)
 class _Balancing:
-    """A term of the loss that is computed from scores alone, and what arrives at it in the backward pass."""
+    """A loss term that is computed from scores alone, and the gradients that arrive at it in the backward pass."""
 
     term: Term
     own: list[float]
@@ -35,13 +35,14 @@ class _Balancing:
 
 
 class BalancingLosses:
-    """Finds the balancing losses of a backward pass in its graph, and what arrives at each.
+    """Finds the balancing losses in the graph of a backward pass, and the gradient that arrives at each.
 
-    ``facts`` has ``balancing``, the terms of the loss that are computed from the scores alone: the constants they are
-    multiplied by and other terms are not, the outermost first, how often each is added, and its ``weight``, the
-    gradient that arrives at it. ``main`` has the factors of the other terms, with whether each is a mean. ``constant``:
-    where a number without a gradient is added to the loss, the names of losses without one that modules hold.
-    ``dropped`` names functions of the script that attach such a term to a tensor that nothing uses.
+    ``facts`` has ``balancing``, the loss terms that are computed from scores alone. For each it has ``own``, the
+    constants that multiply this term but not the others, outermost first; ``times``, how often it is added;
+    ``function``, the function that attaches it, "" if it is added to the loss; and ``weight``, the gradient that
+    arrives at it. ``main``: the factor of each other term, and whether the term is a mean. ``constant``: if a number
+    without a gradient is added to the loss, the names of losses without a gradient that modules hold. ``dropped``:
+    names of the script's functions that attach such a term to a tensor that nothing uses.
     """
 
     def __init__(self) -> None:
@@ -56,7 +57,7 @@ class BalancingLosses:
         return {"balancing": [one for one in made if one is not None], **self._others}
 
     def forget(self) -> None:
-        """Let go of the graph."""
+        """Drop the references to the graph."""
         self._release()
         self._attached = []
 
@@ -66,7 +67,7 @@ class BalancingLosses:
         self._found, self._handles, self._others = [], [], {}
 
     def note_function(self, kind: Any, args: tuple[Any, ...], result: Any) -> None:
-        """Note what a function is given beside the tensor that it returns: a number that receives a gradient."""
+        """Note a number with a gradient that a function is given in addition to the tensor that it returns."""
         if type(result) is not Tensor or result.grad_fn is None or result.numel() < 2 or not is_scripts(result.grad_fn):
             return
         numbers = [one for one in args if isinstance(one, Tensor) and one.numel() == 1 and one.grad_fn is not None]
@@ -74,8 +75,8 @@ class BalancingLosses:
             self._attached.append((kind.__name__, numbers[0].grad_fn))
 
     def look(self, root: Any, scores: Mapping[int, Any], roots: Sequence[nn.Module]) -> None:
-        """Find the losses in the graph from ``root``, while it is there. ``scores``: nodes, by their identities."""
-        self._release()  # of a backward pass that has failed, and did not end
+        """Find the losses in the graph from ``root`` while it exists. ``scores``: the nodes of scores, by id."""
+        self._release()  # left from a backward pass that failed
         terms = terms_of(root)
         balancing = [one for one in terms if one.node is not None and only_from(one.node, scores)]
         main = [one for one in terms if one.node is not None and not any(one is other for other in balancing)]
@@ -101,7 +102,7 @@ class BalancingLosses:
         unused = [(name, one) for name, one in unused if only_from(one, scores)]
         if not unused:
             return []
-        # Its scores may belong to another backward pass, as those of a generator do in that of the discriminator.
+        # The scores may belong to another backward pass, as a generator's do when the discriminator is trained.
         used = nodes_reached(main).keys() & scores.keys()
         return sorted({name for name, one in unused if used & nodes_reached([one]).keys()})
 
@@ -111,7 +112,7 @@ class BalancingLosses:
             known.times += 1
             return
         self._found.append(one)
-        # The hook must not hold the node, which nobody would ever free if it stayed.
+        # The hook must not hold the node, which would otherwise never be freed.
         self._handles.append(one.term.node.register_prehook(partial(_arrives, one.weights, one.term.output)))
 
 
@@ -129,7 +130,7 @@ def _facts(one: _Balancing) -> Facts | None:
 
 
 def _without_graph(roots: Sequence[nn.Module]) -> Iterator[str]:
-    """Yield the names of numbers without a graph that modules hold as balancing losses: 0 is none."""
+    """Yield the names of nonzero numbers without a graph that modules hold as balancing losses."""
     for root in roots:
         for path, module in root.named_modules():
             for name, value in vars(module).items():

@@ -15,9 +15,8 @@ from plumbline.recording.observer import Observer
 class BatchObserver(Observer):
     """Notes, for each backward pass, the forwards since the one before it: ``{"forwards": [...]}``.
 
-    A forward has what ``rows_of`` says, or only its module where no tensor goes in; ``module`` counts the outermost
-    modules in the order in which they were called first, and ``fetched`` is the loader's batch, None where there is no
-    loader.
+    A forward also has what ``rows_of`` returns, if it is given tensors. ``module`` numbers the outermost modules in the
+    order of their first calls. ``fetched`` is the loader's batch, None without a loader.
     """
 
     name = "batches"

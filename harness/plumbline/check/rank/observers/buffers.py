@@ -21,8 +21,9 @@ Statistics: Any = (torch.nn.modules.batchnorm._NormBase,)
 class BufferObserver(Observer):
     """Notes, for each backward pass, the buffers at each training forward before it: ``{"forwards": [...]}``.
 
-    A forward has a digest and the norm of each buffer, and ``broadcast``: whether the DistributedDataParallel through
-    which the module is called was to broadcast them just before. A step has the running statistics that hold NaN.
+    A forward has the digest and the norm of each buffer, and ``broadcast``: whether the DistributedDataParallel through
+    which the module is called should have broadcast the buffers just before. A step has the running statistics that
+    contain NaN.
     """
 
     name = "buffers"
@@ -42,7 +43,7 @@ class BufferObserver(Observer):
         inner = getattr(wrapper, "module", module)
         broadcast = _broadcast(wrapper, module)
         buffers = dict(inner.named_buffers())
-        if broadcast:  # of those that it knows: others may be left out on purpose, or be younger
+        if broadcast:  # only those that it knows: others may be left out on purpose, or be added later
             known = {id(buffer) for buffer in getattr(wrapper, "modules_buffers", ())}
             buffers = {name: value for name, value in buffers.items() if id(value) in known}
         if buffers:
@@ -69,14 +70,14 @@ class BufferObserver(Observer):
 
 
 def _broadcast(wrapper: Any, module: nn.Module) -> bool:
-    """Say whether the wrapper broadcast buffers before it called the module.
+    """Return whether the wrapper broadcast buffers before it called the module.
 
-    It does so before the first forward and before each one that follows a forward whose gradients are reduced. What a
-    hook of the script does instead is not known.
+    It does so before the first forward, and before each forward after one whose gradients are reduced. What a hook of
+    the script does instead is not known.
     """
     if wrapper is None or wrapper is module or hasattr(wrapper, "buffer_hook"):
         return False
-    # A private name: a version of torch that lacks it promises nothing here.
+    # A private name: if a version of torch lacks it, no broadcast is expected.
     synchronises = bool(getattr(wrapper, "require_forward_param_sync", False))
     return active_wrapper() is wrapper and bool(wrapper.broadcast_buffers) and synchronises
 

@@ -1,4 +1,4 @@
-"""Which tokens of a batch belong to which document, and which are padding, as far as its arguments say so."""
+"""Reads from a call's arguments which tokens belong to which document, and which tokens are padding."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ _PARTS_OF_ONE = ("segment", "sequence_id")
 _SEGMENTS = 3
 _MASKS = ("mask", "key_padding")
 _OF_LOSSES = ("loss", "label", "target", "prompt", "completion", "response", "action", "answer")
-"""Masks of these names say which tokens are learned, not which are padding."""
+"""Masks with these names say which tokens are learned, not which are padding."""
 
 
 @dataclass(frozen=True, eq=False)
 class DocumentLayout:
-    """The documents (rows, positions) of a batch: whole numbers, ``PADDING`` where a position is padding.
+    """The document at each position (rows, positions) of a batch: whole numbers, ``PADDING`` for padding.
 
-    ``tokens`` are the numbers or the vectors at these positions. ``documents_by`` and ``padding_by`` name the argument
-    that says which documents and which padding there are, "" where none does. ``positions`` are the position ids that
-    are given, None without.
+    ``tokens``: the token ids or vectors at these positions. ``documents_by`` and ``padding_by``: the names of the
+    arguments that declare documents and padding, "" if none does. ``positions``: the given position ids, None without.
     """
 
     documents: Tensor
@@ -44,7 +43,7 @@ class DocumentLayout:
 
     @property
     def seams(self) -> Tensor:
-        """Whether a position (rows, positions) is the last one of a document before another one."""
+        """Whether each position (rows, positions) is the last one of a document that another one follows."""
         here, following = self.documents[:, :-1], self.documents[:, 1:]
         last = (here != following) & (here != PADDING) & (following != PADDING)
         return nn.functional.pad(last, (0, 1), value=False)
@@ -55,7 +54,7 @@ class DocumentLayout:
 
 
 def layout_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> DocumentLayout | None:
-    """Return what the arguments of a call say of documents and padding, None where they say nothing."""
+    """Return the documents and padding that a call's arguments declare, None if they declare none."""
     given = list(_named(_bound(module, args, kwargs)))
     tokens = _tokens(given)
     if tokens is None:
@@ -75,7 +74,7 @@ def layout_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 
 def positions_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """Return the position ids (rows, positions) of the tokens that a call is given, and these, None without."""
+    """Return the position ids (rows, positions) that a call is given, and its tokens; None without position ids."""
     given = list(_named(_bound(module, args, kwargs)))
     tokens = _tokens(given)
     if tokens is None:
@@ -104,7 +103,7 @@ def _named(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def _tokens(given: list[tuple[str, Tensor]]) -> Tensor | None:
-    """Return the numbers or vectors of the tokens: the first argument that may be one and is named as nothing else."""
+    """Return the token ids or vectors: the first argument with a fitting shape and no other meaning by its name."""
     for name, one in given:
         if _is(name, (*_BOUNDARIES, *_DOCUMENTS, *_POSITIONS, *_MASKS, "label", "target", "type")):
             continue
@@ -120,9 +119,10 @@ def _tokens(given: list[tuple[str, Tensor]]) -> Tensor | None:
 
 
 def _real(given: list[tuple[str, Tensor]], shape: torch.Size, tokens: Tensor) -> tuple[str, Tensor | None]:
-    """Return which positions are not padding, and the name of the mask that says so.
+    """Return the name of the padding mask, and which positions are not padding.
 
-    A mask may have either sense, and may be one of prompts or of a prefix: padding is one token, again and again.
+    A mask may mark padding or all other tokens, or it may mark prompts or a prefix. It is a padding mask only if it
+    leaves out repetitions of a single token.
     """
     for name, one in given:
         if not _is(name, _MASKS) or _is(name, _OF_LOSSES) or not _fits(one, shape) or one.is_floating_point():
@@ -141,7 +141,7 @@ def _is_one_token(tokens: Tensor, where: Tensor) -> bool:
 
 
 def _is_at_ends(kept: Tensor) -> bool:
-    """Say whether what is left out stands before or behind the rest of its row: otherwise it is no padding."""
+    """Return whether everything left out is at the ends of its row: otherwise it is no padding."""
     return bool(((kept.long().diff(dim=1) == 1).sum(1) + kept[:, 0].long() == 1).all())
 
 
@@ -176,13 +176,13 @@ def _is_whole(one: Tensor) -> bool:
 
 
 def _has_runs(documents: Tensor) -> bool:
-    """Say whether most neighbours are of one document: otherwise numbers count tokens, or name members of a set."""
+    """Return whether most neighbours share a document: otherwise, numbers count tokens or name members of a set."""
     same = documents[:, 1:] == documents[:, :-1]
     return int(same.sum()) * 2 >= same.numel()
 
 
 def _is_grid(documents: Tensor) -> bool:
-    """Say whether all runs are as long as each other, as the columns of an image that are counted in each line."""
+    """Return whether all runs have the same length, as the column numbers in the lines of an image."""
     lengths = torch.unique_consecutive(
         documents + (documents.max() + 1) * torch.arange(len(documents), device=documents.device)[:, None],
         return_counts=True,
@@ -191,7 +191,7 @@ def _is_grid(documents: Tensor) -> bool:
 
 
 def _between(boundaries: Tensor, shape: torch.Size, tokens: Tensor) -> Tensor | None:
-    """Return the documents between boundaries, None where these are of another sequence; padding may follow them."""
+    """Return the documents between boundaries, None if these fit another sequence. Padding may follow documents."""
     places, end = torch.arange(shape.numel(), device=boundaries.device), int(boundaries[-1])
     behind = (places >= end).reshape(shape)
     if int(boundaries[0]) or not 0 < end <= len(places) or not _is_one_token(tokens, behind.to(tokens.device)):
@@ -201,7 +201,7 @@ def _between(boundaries: Tensor, shape: torch.Size, tokens: Tensor) -> Tensor | 
 
 
 def _restarting(positions: Tensor, real: Tensor | None) -> Tensor | None:
-    """Return documents whose positions go up by one from 0, None where there is one in each row, or another order."""
+    """Return documents whose positions count up from 0, None if each row has only one, or in another order."""
     begins = positions[:, 1:] == 0
     runs = positions[:, 1:] - positions[:, :-1] == 1
     known = begins | runs

@@ -1,4 +1,4 @@
-"""Runs a recorded forward again with the tokens of one document changed, and says which module lets others notice."""
+"""Runs a forward again with one document's tokens changed, and finds the module through which others change."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from plumbline.replay.replay import forward_watched
 class Moved:
     """The first module whose output moves at positions of other documents although its inputs do not move there.
 
-    ``positions`` of ``of`` such positions move in its output, ``share`` is by how much, relative to what they are.
-    ``of_gradients``: no output moves, but the gradients of the tokens do, first those of this module's inputs.
-    ``shares``: it takes statistics of all tokens, or sends tokens to experts that all documents share. ``of_zeros``:
-    what moves it were zeros before the change. ``embeds``: vectors are looked up by the numbers of the documents.
+    Of ``of`` such positions, ``positions`` move in its output, by at most ``share`` relative to their size. ``shares``:
+    the module takes statistics of all tokens, or sends tokens to experts that all documents share. ``of_zeros``: its
+    inputs were zeros before the change. ``embeds``: vectors are looked up by document number. ``of_gradients``: no
+    output moves, but the gradients of tokens do; the module is the first whose inputs' gradients move.
     """
 
     module: str
@@ -50,10 +50,10 @@ _Gradients = dict[int, "Tensor | None"]
 
 @dataclass(eq=False)
 class _Seen:
-    """A module that has run: its path and samples of what went in and came out at each position, None without.
+    """A call of a module: its path, and samples of its inputs and outputs at each position, None without.
 
-    ``shared`` has samples of what it takes statistics of, or selects by, None where that is not known at each position.
-    ``arrived`` has those of the gradients of what went in and came out, by the places of these in it.
+    ``shared``: samples of the tensors that it takes statistics of or selects by, None if these have no value for each
+    position. ``arrived``: samples of the gradients of its inputs and of its outputs, by the numbers of these tensors.
     """
 
     path: str
@@ -67,15 +67,15 @@ class _Seen:
 
     @property
     def key(self) -> tuple[str, int]:
-        """What it is known by in another run: its path, and how often it had run before."""
+        """The key of the same call in another run: the module's path, and how often the module has run."""
         return self.path, self.time
 
 
 class DocumentProbe:
-    """Runs of a call with and without a change at ``changed`` positions (rows, positions), and what moves.
+    """Runs a call with and without a change at ``changed`` positions (rows, positions), and finds what moves.
 
-    In each run a gradient that does not change goes backward from the outputs at all positions but those of padding.
-    ``has_gradients``: it has arrived at the tokens.
+    In each run, one and the same gradient goes backward from the outputs at all positions except padding.
+    ``has_gradients``: a gradient has arrived at the tokens.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class DocumentProbe:
         *,
         by_row: bool = False,
     ) -> None:
-        """``drawn``: see ``forward_watched``. ``by_row``: what is one value for a whole row may not move either."""
+        """``drawn``: see ``forward_watched``. ``by_row``: single values for a whole row must not move, either."""
         self._drawn, self._samples = drawn, PositionSamples(*layout.shape, by_row=by_row)
         self._call, self._layout, self._precision, self._copies = call, layout, precision, copies
         self._paths = {module: name for name, module in call.module.named_modules()}
@@ -104,11 +104,11 @@ class DocumentProbe:
 
     @property
     def limit(self) -> float:
-        """By how much, relative to its size, an output moves at least that is said to move: half of the digits."""
+        """The smallest change of an output, relative to its size, that counts as a move: half of the digits."""
         return max((one.limit for one in self._seen), default=0.0)
 
     def moved(self, changed: Tensor, others: Tensor) -> Moved | None:
-        """Return where a change reaches ``others``, None where it does not.
+        """Return where a change reaches ``others``, None if it does not.
 
         Raises:
             LookupError: no module turns the tokens into vectors.
@@ -119,7 +119,7 @@ class DocumentProbe:
         if not self._is_embedded:
             raise LookupError("no module turns the tokens into vectors")
         changes = {one.key: one for one in after}
-        pairs = [(one, changes[one.key]) for one in before if one.key in changes]  # experts may run in one of them
+        pairs = [(one, changes[one.key]) for one in before if one.key in changes]  # experts may run in only one
         for one, other in pairs:
             apart = distances(one.made, other.made, others)
             if apart is None or not bool((apart > one.limit).any()) or move(one.given, other.given, others, one.limit):
@@ -160,7 +160,7 @@ class DocumentProbe:
         return self._seen
 
     def _go_back(self, outputs: Sequence[Tensor]) -> None:
-        """Take the gradient of the tokens: it does not change at other positions, if nothing there depends on them."""
+        """Compute the gradient of the tokens. It stays the same at positions that are independent of the change."""
         real = (self._layout.documents != PADDING).unsqueeze(-1)
         given = [at for one in outputs if (at := self._samples.at_positions(one)) is not None]
         if self._embedded is None or not given:
@@ -173,7 +173,7 @@ class DocumentProbe:
         self._gradient = self._samples.of(gradient)
 
     def _followed(self, value: Any, gradients: _Gradients) -> Any:
-        """Return a value whose gradients are kept as they arrive, in tensors that stand for it in one call alone."""
+        """Return a value with views in place of its tensors, for one call, and keep samples of their gradients."""
 
         def follow(tensor: Tensor) -> Tensor:
             if type(tensor) is not Tensor or not tensor.requires_grad or self._samples.at_positions(tensor) is None:
@@ -187,7 +187,7 @@ class DocumentProbe:
         return map_tensors(value, follow)
 
     def _shared(self, given: Tensor | None, *, by_token: bool) -> None:
-        """Note what statistics are taken of; scores only where there are some for each token, in either order."""
+        """Note the values that statistics are taken of. Scores count only with one for each token, in either order."""
         if given is None:
             for one in self._stack[-1:]:
                 one.shared.append(None)
@@ -197,7 +197,7 @@ class DocumentProbe:
             one.shared.append(sample)
 
     def _called(self, run: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if in_backward():  # a checkpoint computes again what it had computed with the change
+        if in_backward():  # a checkpoint recomputes its forward, with the same change
             output = run(module, *args, **kwargs)
             return self._embedded.clone() if module is self._embedding and self._embedded is not None else output
         path = self._paths.get(module, "")
@@ -231,7 +231,7 @@ class DocumentProbe:
         return is_given and output.shape[:-1] == given.shape and bool((given.reshape(tokens.shape) == tokens).all())
 
     def _are_documents(self, args: tuple[Any, ...], output: Any) -> bool:
-        """Say whether a module looks vectors up by the numbers of the documents: they are read, not only kept apart."""
+        """Return whether a module looks up vectors by document number: it reads the numbers themselves."""
         documents, given = self._layout.documents, args[0] if args else None
         if not isinstance(given, Tensor) or given.is_floating_point() or given.numel() != documents.numel():
             return False
@@ -240,7 +240,7 @@ class DocumentProbe:
         return bool(((given.reshape(documents.shape) == documents) | (documents == PADDING)).all())
 
     def _with_change(self, output: Tensor) -> Tensor:
-        """Return the vectors of the tokens, with the change if there is one, as those to which gradients go back."""
+        """Return the vectors of the tokens, with the change if there is one, as tensors at which gradients arrive."""
         self._is_embedded, output = True, output.detach()
         if self._changed is not None:
             where = self._changed.reshape(output.shape[:-1]).unsqueeze(-1)
@@ -250,7 +250,7 @@ class DocumentProbe:
         return self._embedded.clone()  # what follows may write to it
 
     def _changed_input(self, tensor: Tensor) -> Tensor:
-        """Return vectors of tokens that are given to the model itself with the change."""
+        """Return a tensor with the change if it has the token vectors that are given to the model itself."""
         tokens = self._layout.tokens
         if tensor.shape != tokens.shape or not torch.equal(tensor.detach().to(tokens.dtype), tokens):
             return tensor
@@ -258,7 +258,7 @@ class DocumentProbe:
 
 
 def _turns(one: _Seen, other: _Seen, others: Tensor) -> bool:
-    """Return whether gradients move where they leave a module, and not where they arrive at it."""
+    """Return whether gradients move at a module's inputs, but not at its outputs."""
     leave, arrive = (
         any(move(gradients.get(place), now.get(place), others, one.limit) for place in gradients)
         for gradients, now in zip(one.arrived, other.arrived, strict=True)
@@ -267,7 +267,7 @@ def _turns(one: _Seen, other: _Seen, others: Tensor) -> bool:
 
 
 def first_documents(layout: DocumentLayout) -> tuple[Tensor, Tensor]:
-    """Return the positions of the first document of each row with several, and those of the row's other documents."""
+    """Return the positions of the first document in each row with several, and those of the row's other documents."""
     documents = layout.documents
     real = documents != PADDING
     first = documents.gather(1, real.long().argmax(1, keepdim=True))

@@ -1,4 +1,4 @@
-"""Notes whether documents that are packed into one sequence, and padding, are kept apart from the rest."""
+"""Notes whether packed documents are kept apart from each other, and padding from all of them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ NAME = "documents"
 class DocumentObserver(Observer):
     """Changes a document, or padding, in a replay of the first call whose arguments declare some; notes what moves.
 
-    Facts of the process, each with the name ``by`` of the argument that declares it: ``documents`` and ``padding``,
-    with ``moved``, where a change first reaches other positions, None if nowhere, or ``why`` that is not known;
-    ``limit``, by how much something moves at least that is said to; ``vectors``: tokens are vectors, not numbers;
-    ``gradients``: those of tokens were looked at, too.
-    ``seams`` and ``padded`` count the terms of losses at the last position of a document whose target is the first
-    token of the next one, and at padded positions, of those that there are. ``places``: whether position ids begin
-    again with each document. ``begins``: the least position at which a row of the first forward begins, ``tokens`` a
-    digest of its tokens.
+    Facts of the process, each with the name ``by`` of the declaring argument: ``documents`` and ``padding`` have
+    ``moved``, where a change first reaches other positions, None if nowhere; ``why`` this is not known; ``limit``, the
+    smallest change that counts; ``vectors``, whether tokens are vectors instead of numbers; ``gradients``, whether
+    gradients of tokens were compared, too. ``seams`` counts the positions at the end of a document before another one,
+    and the loss terms there whose target is the next document's first token. ``padded`` counts the padded positions,
+    and the loss terms there. ``places``: whether position ids restart with each document. Without an argument's name:
+    ``begins``, the smallest position at which a row of the first forward begins, and ``tokens``, a digest of its
+    tokens.
     """
 
     name = NAME
@@ -98,7 +98,7 @@ class DocumentObserver(Observer):
             return
         if layout.documents_by and "documents" not in self._facts:
             changed, others = first_documents(layout)
-            if bool(others.any()):  # otherwise each row has one
+            if bool(others.any()):  # otherwise each row has a single document
                 self._probe("documents", layout.documents_by, call, layout, changed, others, exact, native)
         if layout.padding_by and "padding" not in self._facts:
             with_padding = layout.padding.any(1, keepdim=True) & ~layout.padding

@@ -1,4 +1,4 @@
-"""Notes which experts a forward sends its tokens to, which tokens none receives, and how balancing losses count."""
+"""Notes which experts get a forward's tokens, which tokens no expert receives, and how balancing losses count."""
 
 from __future__ import annotations
 
@@ -30,20 +30,21 @@ from plumbline.replay.unwrapping import add_root
 NAME = "experts"
 
 _KEPT = 512
-"""Selections that a recomputation is compared with."""
+"""The most selections that a recomputation is compared with."""
 
 _TOKENS = 32
-"""Tokens of a selection whose experts are compared with those on other ranks."""
+"""Number of tokens of a selection whose experts are compared with those on other ranks."""
 
 
 @dataclass(eq=False)
 class _Selection:
-    """One selection: ``experts`` hashes those of each token, ``clear`` says whether rounding cannot decide which.
+    """One selection. ``experts`` has a hash of each token's experts.
 
-    ``values`` are samples of the ``parameters`` where the graph does not tell these. ``biases`` may be added to the
-    scores. ``is_over``: the module that selects has returned. ``without`` counts the tokens for which the module around
-    it returned zeros, None where that is not known. ``tokens`` has a number for each of the first tokens that the
-    outermost such module is given, None without.
+    ``clear``: for the first tokens, whether rounding cannot change their experts. ``values``: samples of the
+    ``parameters`` if these are not known from the graph. ``biases``: tensors that may be added to the scores.
+    ``is_over``: the selecting module has returned. ``without``: the number of tokens for which the module around it
+    returned zeros, None if unknown. ``tokens``: a number for each of the first tokens that the outermost such module is
+    given, None without.
     """
 
     choices: int
@@ -61,19 +62,19 @@ class _Selection:
 
     @property
     def name(self) -> str:
-        """The name of the module that holds the first of the weights, of the one that selects if none is known."""
+        """The name of the module with the first of the parameters, or of the selecting one if none is known."""
         return self.parameters[0].rpartition(".")[0] or self.parameters[0] if self.parameters else self.module
 
 
 class ExpertObserver(Observer):
     """Notes for each backward pass the selections of the forwards before it that depend on trained scores.
 
-    ``routers`` has, by the name of the module that selects: the tokens, the number of choices and of those selected,
-    the names of the ``parameters`` that the scores are computed with, ``moved``, those of them that the graph does not
-    show and that are not what they were, ``is_biased``, whether the module holds a number without a gradient for each
-    expert, ``without``, the tokens that no expert received, and of some tokens ``experts``, a hash of theirs, None
-    where rounding may decide, and ``given``, a number that the token is known by. ``rerouted`` has the recomputed
-    selections that differ from those of the forward. The other facts are those of ``BalancingLosses``.
+    ``routers`` has, by module name: the numbers of ``tokens``, of ``choices``, and of selected choices ``k``;
+    ``parameters``, the names of the parameters that compute the scores; ``moved``, those of them that are not in the
+    graph but have changed; ``is_biased``, whether the module holds a number without a gradient for each expert; and
+    ``without``, the number of tokens that no expert received. For the first tokens it has ``experts``, a hash of each
+    token's experts, None if rounding may decide, and ``given``, a number that identifies the token. ``rerouted`` has
+    the recomputed selections that differ from those of the forward. The other facts are those of ``BalancingLosses``.
     """
 
     name = NAME
@@ -108,7 +109,7 @@ class ExpertObserver(Observer):
         add_root(self._roots, module)
 
     def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
-        """Find the balancing losses in the graph, while it is there."""
+        """Find the balancing losses in the graph while it exists."""
         self._again = []
         if chosen := self._chosen():
             scores = {id(node): node for one in chosen if one.scores is not None for node in one.scores.nodes}
@@ -177,7 +178,7 @@ class ExpertObserver(Observer):
             each_running.when_ended.append(partial(_look_around, one))
 
     def _compare(self, experts: Tensor, choices: int) -> None:
-        """Compare a recomputed selection with those of the forwards: it is one of them, or nearest to one of them."""
+        """Compare a recomputed selection with the nearest selection of the forwards."""
         alike = [one for one in self._known if one.choices == choices and one.experts.shape == experts.shape]
         if alike:
             apart = torch.stack([(one.experts != experts).sum() for one in alike])
@@ -215,7 +216,7 @@ class ExpertObserver(Observer):
         return routers
 
     def _moved(self, one: _Selection) -> list[str]:
-        """Return the names of parameters without a gradient that are not what they were: means, as of codebooks."""
+        """Return the names of parameters that changed without being in the graph, such as the means of a codebook."""
         moved = []
         for name, values in zip(one.parameters, one.values, strict=False):
             before = self._values.setdefault(name, values)
@@ -229,29 +230,30 @@ def _have_one_origin(one: Scores | None, other: Scores | None) -> bool:
 
 
 def _own_scores(module: nn.Module, choices: int) -> list[nn.Parameter]:
-    """Return the weights of a module that may score choices: the graph does not say so where it selects without one."""
+    """Return a module's weights that may score choices, for selections without a graph."""
     own = [one for one in module._parameters.values() if one is not None and one.requires_grad]
     return [one for one in own if one.dim() == 2 and choices in one.shape]
 
 
 def _biases(module: nn.Module, choices: int) -> list[Tensor]:
-    """Return what may balance experts in the place of a loss: a number for each of them, beside the scores."""
+    """Return tensors with one number per expert, which may balance experts in place of a loss."""
     buffers = [one for each in (module, *module.children()) for one in each._buffers.values()]
     own = (*buffers, *module._parameters.values())
     return [one for one in own if one is not None and one.shape == (choices,)]
 
 
 def _clear(scores: Tensor, k: int) -> Tensor:
-    """Return of the first tokens whether their last expert is ahead of the next one by more than half of the digits."""
+    """Return for the first tokens whether the last selected expert leads the next by over half of the digits."""
     first = scores.reshape(-1, scores.shape[-1])[:_TOKENS]
     best = first.sort(dim=1, descending=True).values
     return (best[:, k - 1] - best[:, k]) > math.sqrt(torch.finfo(scores.dtype).eps) * first.abs().amax(1)
 
 
 def _look_around(one: _Selection, args: tuple[Any, ...], output: Any) -> None:
-    """Look at what a module around a selection is given and returns, where it has a row for each token.
+    """Note the inputs and outputs of a module around a selection, if they have a row for each token.
 
-    Tokens are those of the outermost such module. They reach no expert where the innermost one returns zeros.
+    The tokens are those given to the outermost such module. A token reaches no expert if the innermost one returns
+    zeros.
     """
     tokens, one.is_over = len(one.experts), True
     given = next((each for each in args if isinstance(each, Tensor)), None)
@@ -263,7 +265,7 @@ def _look_around(one: _Selection, args: tuple[Any, ...], output: Any) -> None:
     if one.without is not None or not _has_rows(made, tokens):
         return
     rows = made.detach().reshape(tokens, -1)
-    if rows.shape == inputs.shape:  # otherwise they are scores or weights, not what experts made of the tokens
+    if rows.shape == inputs.shape:  # otherwise they are scores or weights, not outputs of experts
         one.without = ((rows == 0).all(1) & (inputs != 0).any(1)).sum()
 
 

@@ -1,4 +1,4 @@
-"""Notes frozen weights that change: between optimizer steps, or in one, and whether a product of others was added."""
+"""Notes frozen weights that change, between optimizer steps or in one, and whether a product of others was added."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ MOST_ENTRIES = 2**26
 """Entries of the largest frozen matrix for which products are computed, in float64: 512 MiB."""
 
 MARGIN = 8
-"""A change so many times as long as its rounding is known in its direction: another product fits by chance once in a
-million times (8 numbers, 1/8 of the length each)."""
+"""The direction of a change is known if the change is this many times as long as its rounding. Another product then
+fits by chance once in a million times (8 numbers, 1/8 of the length each)."""
 
 
 SAMPLED = 1024
-"""Entries that are compared at each step; the others are when recording ends. What changes a weight changes most."""
+"""Entries that are compared at each step. The others are compared when recording ends: what changes a weight changes
+most of its entries."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Seen:
-    """A frozen weight as it was seen: digests of some entries and of all, and a projection of these."""
+    """A frozen weight when it was last seen: digests of some entries and of all, and a projection of all."""
 
     ref: weakref.ref[Tensor]
     name: str
@@ -45,14 +46,14 @@ class _Seen:
 
 
 class FrozenWeightObserver(Observer):
-    """Notes of each step which frozen parameters of the called modules changed; of those on this rank as a whole.
+    """Notes for each step which frozen parameters of the called modules changed, if they lie on this rank as a whole.
 
-    ``between``: those that changed since the last step of any optimizer, by name. Each has ``factor``, by which the
-    change multiplied its values, and ``product``: the names of two trainable matrices and the factor of their product,
-    which explains the change; None where there is none. ``within``: those that the step itself changed, each with
-    ``gradient``: ``zero``, ``old`` if it is that of an earlier step, or ``own``.
+    ``between``: the parameters that changed since the last step of any optimizer, by name. Each has ``factor``, by
+    which the change multiplied its values, and ``product``, the names of two trainable matrices and the factor of their
+    product that explains the change; both are None if they do not explain it. ``within``: the parameters that the step
+    itself changed, each with ``gradient``: ``zero``, ``old`` if it is the gradient of an earlier step, or ``own``.
 
-    The process has ``unnoticed``: the names of those that changed without any step at which it was seen.
+    Facts of the process: ``unnoticed``, the names of parameters whose change was seen at no step.
     """
 
     name = "frozen-weights"
@@ -129,7 +130,7 @@ class FrozenWeightObserver(Observer):
         before, after = (torch.tensor(each, dtype=torch.float64) for each in (seen.projection, now.projection))
         change = after - before
         eps = torch.finfo(one.dtype).eps if one.dtype.is_floating_point else 0.0
-        # What is added may be rounded twice, and the sum once, by half an eps each. Projections know lengths to 2.
+        # What is added may be rounded twice, the sum once, by half an eps each. Projected lengths err by a factor of 2.
         noise = eps * float(after.norm() + 2 * change.norm())
         product = _product(name, one, named, change, noise)
         factor = None if product else _multiple(after, before, noise)
@@ -157,7 +158,7 @@ def _multiple(vector: Tensor, of: Tensor, noise: float) -> float | None:
 
 
 def _product(name: str, one: Tensor, named: Mapping[str, Tensor], change: Tensor, noise: float) -> list[object] | None:
-    """Return which two trainable matrices' product, multiplied by which factor, is a change of a frozen one."""
+    """Return two trainable matrices and a factor whose product is the change of a frozen matrix, or None."""
     if one.numel() > MOST_ENTRIES or float(change.norm()) <= MARGIN * noise:
         return None
     for left, right in factor_pairs(name, {each: (tuple(p.shape), p.requires_grad) for each, p in named.items()}):

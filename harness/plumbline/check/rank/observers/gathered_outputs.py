@@ -23,18 +23,19 @@ _SAVED = (
     "_saved_self", "_saved_other", "_saved_mat1", "_saved_mat2", "_saved_batch1", "_saved_batch2", "_saved_x1",
     "_saved_x2",
 )  # fmt: skip
-"""What nodes of products, quotients and distances keep for the backward pass."""
+"""Attributes with the tensors that nodes of products, quotients and distances save for the backward pass."""
 
 _CALL: Any = CallOutputs._backward_cls
 
 MOST_CALLS = 8
-"""Calls that are kept until the next backward pass. A loss gathers a few tensors, and evaluations may have no end."""
+"""The most calls that are kept until the next backward pass. A loss gathers a few tensors, but evaluations may gather
+without end."""
 
 LEAST_ENTRIES = 4
-"""Entries other than zero that a row needs: those with fewer may be multiples of each other by chance."""
+"""The nonzero entries that a row needs: rows with fewer may be multiples of each other by chance."""
 
 ALONG = 1 - 1e-5
-"""Cosine from which a row is taken for a multiple of another one: rounding to bfloat16 leaves 1 - 2e-6."""
+"""Rows with at least this cosine count as multiples of each other: rounding to bfloat16 leaves 1 - 2e-6."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,11 +55,11 @@ class _Gathered:
 
 
 class GatheredOutputObserver(Observer):
-    """Follows ``all_gather`` of tensors with a graph: what it returns has none.
+    """Follows ``all_gather`` of tensors with a graph: its results have none.
 
-    ``all_gather_into_tensor`` refuses such tensors. Facts of the process: ``used``, whether a backward pass keeps what
-    was gathered as an operand. Where gradients are switched off around the call, that is meant. Modules with
-    parameters are not looked into.
+    ``all_gather_into_tensor`` refuses such tensors. Facts of the process: ``used``, whether the graph of a loss saves
+    gathered values as an operand. Calls with gradients disabled are intended, and not followed. The search does not
+    look into modules with parameters.
     """
 
     name = "gathered-outputs"
@@ -69,7 +70,7 @@ class GatheredOutputObserver(Observer):
         self._has_hooks = False
 
     def install(self) -> None:
-        """Wrap what gathers."""
+        """Wrap ``all_gather``, and the entry of hooks on saved tensors."""
         if torch.distributed.is_available():
             wrap(torch.distributed, "all_gather", self._around)
             wrap(torch.autograd.graph.saved_tensors_hooks, "__enter__", self._around_hooks)
@@ -108,7 +109,7 @@ class GatheredOutputObserver(Observer):
     def _look(self, gathered: Sequence[_Gathered], roots: Sequence[Tensor], has_hooks: bool) -> None:
         nodes, is_whole = _near([one.grad_fn for one in roots], {one.node for one in gathered})
         if has_hooks and not is_whole:
-            return  # reading what a checkpoint keeps runs it again
+            return  # reading a checkpoint's saved tensors would run it again
         with torch.no_grad(), paused():
             kept = [one for node in nodes for name in _SAVED if isinstance(one := getattr(node, name, None), Tensor)]
             rows = [row for one in gathered for row in one.rows_of_others()]
@@ -116,7 +117,7 @@ class GatheredOutputObserver(Observer):
 
 
 def _near(nodes: Iterable[Any], ends: set[int]) -> tuple[list[Any], bool]:
-    """Return the nodes nearest to a loss, up to ``ends`` and to calls of modules, and whether no parameter is there."""
+    """Return the nodes from a loss to ``ends`` or module calls, and whether these are all and have no parameter."""
     waiting, seen = list(nodes), dict[int, Any]()
     while waiting and len(seen) < MOST_NODES:
         node = waiting.pop(0)
@@ -131,7 +132,7 @@ def _has_row(tensor: Tensor, row: Tensor) -> bool:
     """Return whether a tensor has a multiple of a row, or is the transpose of one that has."""
     if not tensor.is_floating_point() or tensor.dim() < 2 or tensor.device != row.device:
         return False
-    if not tensor.untyped_storage().nbytes():  # of a weight that its wrapper has freed
+    if not tensor.untyped_storage().nbytes():  # a weight that its wrapper has freed
         return False
     views = (one for one in (tensor, tensor.mT) if one.shape[-1] == row.numel())
     along = functional.normalize(row.double(), dim=0)

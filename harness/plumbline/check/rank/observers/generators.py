@@ -43,16 +43,16 @@ class GeneratorObserver(Observer):
             self._close(generator_states())
 
     def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
-        """Leave out a forward that never ended: an exception may have ended it."""
+        """Stop following a forward that has not ended: an exception may have ended it."""
         self._open = False
 
     def backward_ends(self, number: int) -> Facts | None:
-        # A pass may run inside of a forward, which goes on after it: what that draws is not known.
+        # A pass may run inside of a forward, which goes on after it: what the forward draws then is not known.
         forwards, self._forwards, self._open = self._forwards, [], False
         return {"forwards": forwards} if forwards else None
 
     def stop(self) -> None:
-        """Forget what no backward pass followed."""
+        """Forget the forwards that no backward pass followed."""
         self._forwards, self._open = [], False
 
     def _close(self, now: dict[str, str]) -> None:

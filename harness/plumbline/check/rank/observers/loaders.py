@@ -20,15 +20,15 @@ from plumbline.recording.parameters import parameters_of
 from plumbline.recording.patching import attempt, wrap
 
 HEAD = 64
-"""Indices at the beginning of an epoch from which its order is known again."""
+"""Number of indices at the beginning of an epoch that identify its order."""
 
 PASSES = 64
-"""Passes through samplers and loaders that are noted, of each."""
+"""The most passes that are noted, of samplers and of loaders each."""
 
 
 @dataclass(eq=False)
 class _Pass:
-    """A pass through a loader. ``version`` is that of the watched parameter when its last batch was fetched."""
+    """A pass through a loader. ``version``: the watched parameter's version when the last batch was fetched."""
 
     facts: Facts
     has_begun: bool = False
@@ -38,9 +38,9 @@ class _Pass:
 class LoaderObserver(Observer):
     """Notes each pass through a sampler: its settings, the head of its order, whether it was complete.
 
-    ``steps`` counts the batches of a pass after which the optimizer stepped. ``fetched`` says where the batch comes
-    from that was fetched last while steps are recorded. Passes are noted as long as the process lives: that costs about
-    a microsecond a batch, and a small file an epoch.
+    ``steps`` counts the batches of a pass after which the optimizer stepped. ``fetched`` gives the origin of the latest
+    batch while steps are recorded. Passes are noted until the process ends, which costs about a microsecond a batch,
+    and a small file an epoch.
     """
 
     name = "loaders"
@@ -74,7 +74,7 @@ class LoaderObserver(Observer):
                 self._watched = ref(parameter)
 
     def stop(self) -> None:
-        """Follow batches no longer."""
+        """Stop following batches."""
         super().stop()
         self.fetched = None
 
@@ -85,7 +85,7 @@ class LoaderObserver(Observer):
         self._write = write
 
     def _around_sampler(self, original: Callable[..., Any], sampler: Any) -> Iterator[Any]:
-        # Lazy where the original is: when it draws from the global generator must not change.
+        # As lazy as the original, so that it draws from the global generator at the same time.
         noted = attempt(self._note_sampler, sampler, original)
         order: Iterator[Any] = original(sampler)
         return order if noted is None else self._followed(order, noted)
@@ -200,11 +200,11 @@ class LoaderObserver(Observer):
     def _number(self, kind: str, thing: Any) -> int:
         known = self._numbers.setdefault(kind, WeakKeyDictionary())
         if thing not in known:
-            known[thing] = next(self._unused[kind])  # not the length: what is gone has had its number
+            known[thing] = next(self._unused[kind])  # not the length: freed objects had their own numbers
         return known[thing]
 
     def _version(self) -> int | None:
-        """Return how often the watched parameter was written to: every optimizer step does."""
+        """Return how often the watched parameter was written to: every optimizer step writes to it."""
         parameter = self._watched() if self._watched is not None else None
         return None if parameter is None else int(parameter._version)
 

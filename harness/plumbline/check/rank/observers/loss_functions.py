@@ -36,7 +36,7 @@ class LossCall:
 
 
 def describe(function: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> LossCall:
-    """Return what a call of a loss function averages over, by its arguments.
+    """Return from the arguments of a loss function what the call averages over.
 
     Raises:
         TypeError: the arguments are not those of the function.

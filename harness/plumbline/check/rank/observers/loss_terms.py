@@ -1,4 +1,4 @@
-"""Reads off the graph of a loss which terms it adds up, also those that no loss function of torch computes."""
+"""Reads from the graph of a loss which terms it adds up, including those that no loss function of torch computes."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from plumbline.recording.pause import is_paused
 from plumbline.replay.alias import CallOutputs
 
 MOST_ROWS = 512
-"""Rows of a batch whose weights are kept; of a larger one only the sums are."""
+"""The most rows of a batch whose weights are kept. For larger batches, only the sums are kept."""
 
 NOT_ROWS = 0
-"""In place of a number of samples: several are packed in a row, or the first dimension may be time."""
+"""Stands for the number of samples if several are packed in a row, or if the first dimension may be time."""
 
 _SAME_ENTRIES = (
     "AliasBackward0", "CloneBackward0", "NegBackward0", "ReshapeAliasBackward0", "SqueezeBackward0", "SqueezeBackward1",
@@ -54,12 +54,12 @@ _CALL: Any = CallOutputs._backward_cls
 
 @dataclass(eq=False)
 class LossTerm:
-    """One number that is added to the loss, ``factor`` times.
+    """One number that is added to the loss, multiplied by ``factor``.
 
-    ``is_call``: a followed loss function of torch computes it. ``levels`` has, for a mean or a sum that is written by
-    hand, what ``weights_of`` says of the tensor that it is over; where it is not known which tensor has an entry for
-    each token, of several. ``sure`` says whether all entries that weigh anything are terms: a function that the script
-    defines may ignore some of them.
+    ``is_call``: a followed loss function of torch computes it. ``levels``: for a mean or a sum that is written by hand,
+    what ``weights_of`` returns for the reduced tensor, or for each of several tensors if it is not known which one has
+    an entry for each token. ``sure`` in each says whether all entries with a weight are terms: a function that the
+    script defines may ignore some.
     """
 
     name: str
@@ -69,18 +69,18 @@ class LossTerm:
 
     @property
     def facts(self) -> Facts:
-        """What is noted of it."""
+        """The facts that are noted."""
         return {"name": self.name, "factor": self.factor, "call": self.is_call, "levels": self.levels}
 
 
 class LossTerms:
-    """The terms of what one backward pass differentiates; their weights are there when it has ended.
+    """The terms of the loss that one backward pass differentiates. Their weights are known when it has ended.
 
     Args:
         root: the node of the loss in the graph.
-        calls: the names of the loss functions that were called, by the identity of the nodes that they made.
-        names: the names of other numbers, by the same.
-        rows: what ``samples_in`` says of the forward.
+        calls: the names of the loss functions that were called, by the ids of their nodes.
+        names: the names of other numbers, by the ids of their nodes.
+        rows: what ``samples_in`` returns for the forward.
     """
 
     def __init__(self, root: Any, calls: Mapping[int, str], names: Mapping[int, str], rows: int | None) -> None:
@@ -90,7 +90,7 @@ class LossTerms:
         self.terms = list(self._terms(root, 0, 1.0))
 
     def remove(self) -> None:
-        """Take the hooks back."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -122,7 +122,7 @@ class LossTerms:
             yield LossTerm("a norm" if "Norm" in name else f"a number ({name.partition('Backward')[0]})", factor)
 
     def _reduced(self, node: Any, name: str, factor: float) -> LossTerm:
-        """Return the mean or the sum that is written by hand, and follow the tensors that it may be over."""
+        """Return a mean or a sum that is written by hand, and hook into the tensors that it may reduce."""
         kind = "mean" if name.startswith("Mean") else "sum"
         term = LossTerm(f"a {kind} that the script computes", factor)
         levels: list[tuple[Any, int]] = []
@@ -143,7 +143,7 @@ class LossTerms:
                 break
             node, output = _sole(node)
         levels.append((node, output))
-        # Values that are multiplied with the terms, such as advantages, may leave some out unless a mask did before.
+        # Factors of the terms, such as advantages, may leave some out unless a mask did so before.
         if masked >= 0 or not name.startswith(("MulBackward", "DivBackward")):
             sure = name[-1].isdigit() and (masked >= 0 or name.startswith(_EACH_COUNTS)) and not hides_a_mask(node)
             for one, place in levels[max(masked, 0) :]:
@@ -154,7 +154,7 @@ class LossTerms:
 
 
 def weights_of(counts: Tensor, weights: Tensor, rows: int | None, *, even: Tensor | None = None) -> Facts:
-    """Return the number of terms, the sum of their weights, and whether they weigh the same; also of each row."""
+    """Return the number of terms, the sum of their weights, and whether all weights are equal; also for each row."""
     facts: Facts = {
         "terms": float(counts.sum()),
         "weight": float(weights.sum()),
@@ -176,7 +176,7 @@ def _note(summary: Facts, cotangent: Tensor | None, rows: int | None) -> None:
     if cotangent is None or is_paused():
         return
     weights = cotangent.detach().double()
-    if float(weights.sum()) < 0:  # of what is made larger, such as the likelihood
+    if float(weights.sum()) < 0:  # of an objective that is maximised, such as the likelihood
         weights = -weights
     if (own := rows_among(weights, rows)) is not None:
         weights = weights.reshape(own, -1)
@@ -196,7 +196,7 @@ def samples_in(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def rows_among(terms: Tensor, samples: int | None) -> int | None:
-    """Return how many samples the terms of a loss belong to, which may have one dimension with those of all samples."""
+    """Return the number of samples that a loss's terms belong to. One dimension may hold the terms of all samples."""
     if not terms.dim() or not terms.numel() or samples == NOT_ROWS:
         return None
     if samples and len(terms) % samples == 0:
@@ -238,7 +238,7 @@ def _is_masking(node: Any, name: str) -> bool:
 
 
 def hides_a_mask(node: Any) -> bool:
-    """Say whether a mask of entries like those of a node, or of its input, is applied to what it is computed from."""
+    """Return whether the forward before a node applies a mask with as many entries as the node or its inputs."""
     sizes = {_leading(one)[-1] for one in (node, *(inner for inner, _ in node.next_functions)) if one is not None}
     sizes -= {1}
     waiting, seen = [one for one, _ in node.next_functions], set[int]()
@@ -255,13 +255,13 @@ def hides_a_mask(node: Any) -> bool:
 
 
 def _leading(node: Any) -> list[int]:
-    """Return how many entries the first dimensions of a node's result have, of one, two and so on."""
+    """Return how many entries the first one, two, … dimensions of a node's result have."""
     known = getattr(node, "_input_metadata", ())
     return list(accumulate(known[0].shape, mul)) if known and len(known[0].shape) else [1]
 
 
 def _is_divided(node: Any, name: str) -> bool:
-    """Say whether a node multiplies by one number, or divides by counts."""
+    """Return whether a node multiplies by one number, or divides by counts."""
     if name not in ("DivBackward0", "MulBackward0"):
         return False
     if _scalar(node, name) is not None:

@@ -1,4 +1,4 @@
-"""Reads off the graph of a loss, however it is written, whether it is a mean over its batch, and with which weight."""
+"""Reads from the graph of a loss, however it is written, whether it is a mean over its batch, and its weight."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SAME_VALUES = (
     "SqueezeBackward0", "SqueezeBackward1", "ToCopyBackward0", "UnsafeViewBackward0", "UnsqueezeBackward0",
     "ViewBackward0",
 )  # fmt: skip
-"""Nodes that hand on the one number that a loss is."""
+"""Nodes that hand on the single number of a loss."""
 
 SAME_OUTPUTS = ("CallOutputsBackward", "_DDPSinkBackward")
 """Nodes that hand on each input as the output in the same place."""
@@ -25,13 +25,13 @@ _MEAN = 1
 
 
 class UnknownWeightError(Exception):
-    """What is differentiated is no sum of means."""
+    """The differentiated loss is no sum of means."""
 
 
 def mean_weights(root: Any) -> list[list[float]] | None:
-    """Return the weights of the means over a batch that add up to what is differentiated; None where it is no such sum.
+    """Return the weights of the means over a batch that add up to the differentiated loss; None if it is no such sum.
 
-    A sum that is divided by a number counts as a mean over what that number may count: its entries, its rows, or the
+    A sum divided by a number counts as a mean over what the number may count: the sum's entries, its rows, or the
     entries that a mask keeps.
 
     Args:

@@ -9,22 +9,22 @@ from torch import nn
 
 
 class ModulePaths:
-    """Names by identity, of the model that was asked about last; a model that has changed is gone through again."""
+    """Names by id, of the model asked about last. The model is searched again for a module that is not known."""
 
     def __init__(self) -> None:
         self._model: nn.Module | None = None
         self._modules: dict[int, tuple[nn.Module, str]] = {}
 
     def of_module(self, model: nn.Module, module: nn.Module) -> str:
-        """Return the name of a module in a model, "" for the model itself and for what is not in it."""
+        """Return the name of a module in a model, "" for the model itself and for modules outside of it."""
         if self._model is not model or id(module) not in self._modules:
             self._go_through(model)
         return self._modules.get(id(module), (module, ""))[1]
 
     def of_parameters(self, model: nn.Module, near: nn.Module, parameters: Sequence[Any]) -> list[str]:
-        """Return the names of those parameters that are in a model, most likely in the module ``near``.
+        """Return the names of those parameters that are in a model, after a first look at the module ``near``.
 
-        Under FSDP modules hold others from one layer to the next.
+        Under FSDP, modules hold different parameters from one layer to the next.
         """
         path = self.of_module(model, near)
         known = {id(one): name for name, one in near.named_parameters(path)}

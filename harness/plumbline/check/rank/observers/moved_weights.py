@@ -15,7 +15,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 
 class MovedWeightObserver(Observer):
-    """Notes of each step ``due`` and ``moved``: how many 16-bit entries have a gradient, and how many of them changed.
+    """Notes for each step ``due`` and ``moved``: how many 16-bit entries have a gradient, and how many of them changed.
 
     Memory: a copy of the weights in 16 bits.
     """

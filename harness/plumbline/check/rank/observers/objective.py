@@ -1,4 +1,4 @@
-"""Notes with which weight each loss term counts in the gradient: the objective that is optimised in fact."""
+"""Notes the weight of each loss term in the gradient: the objective that is actually optimised."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _LONGEST_CHAIN = 64
 
 @dataclass(eq=False)
 class _Call:
-    """A call of a loss function, and the gradient of what is optimised with respect to its result.
+    """A call of a loss function, and the gradient of the objective with respect to its result.
 
-    ``is_masked``: its input may have entries that a mask sets, which are terms all the same. ``arrived`` has the
-    gradient; a hook of the node fills it and must not hold the node, which nobody would ever free.
+    ``is_masked``: a mask may set some entries of its input, which are terms nevertheless. ``arrived`` has the gradient.
+    The hook that fills it must not hold the node, which would otherwise never be freed.
     """
 
     call: LossCall
@@ -48,12 +48,11 @@ class _Call:
 class ObjectiveObserver(Observer):
     """Notes the loss calls of each backward pass: ``{"calls": [...], "alone": ...}``.
 
-    A call has its function, its reduction, the number of its terms, ``weight``, the sum of
-    their weights in the pass (1 for a mean that is not scaled), ``even``, whether they weigh the same, and ``own``,
-    what ``weights_of`` says of the terms that weigh anything.
-    ``alone`` says that what was differentiated is one call's result times a constant. ``means`` are the weights of the
-    means that were added up to what was differentiated, whoever computed them: see ``mean_weights``. ``terms`` has all
-    terms of the loss, as ``LossTerm`` describes them, None where the graph is not a sum of numbers. With
+    A call has its function, its reduction, the number of its terms, ``weight``, the sum of their weights in the pass (1
+    for a mean that is not scaled), ``even``, whether the weights are equal, and ``own``, what ``weights_of`` returns
+    for the terms whose weight is not zero. ``alone``: the differentiated loss is one call's result times a constant.
+    ``means``: the weights of the means that add up to the loss, whatever computes them; see ``mean_weights``.
+    ``terms``: all terms of the loss, as ``LossTerm`` describes them, None if the graph is not a sum of numbers. With
     ``count_tokens``, a pass has ``tokens``: for each forward the number of labels that are not ``ignored``, for losses
     written by hand.
     """
@@ -73,7 +72,7 @@ class ObjectiveObserver(Observer):
         self._rows: int | None = None
 
     def install(self) -> None:
-        """Wrap the loss functions, and the script compiler, which must not see that."""
+        """Wrap the loss functions, and the TorchScript compiler, which must not see these wrappers."""
         originals = {name: getattr(functional, name) for name in (*CLASSES, *ELEMENTS)}
         for name in originals:
             wrap(functional, name, self._around_loss)
@@ -91,7 +90,7 @@ class ObjectiveObserver(Observer):
         self._calls, self._tokens, self._roots = [], [], []
 
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note the modules and the rows of a batch, and count the labels where that is asked for."""
+        """Note the modules and the rows of a batch, and count the labels if asked to."""
         add_root(self._roots, module)
         self._rows = attempt(samples_in, module, args, kwargs)
         labels = kwargs.get("labels") if self._count_tokens else None
@@ -99,7 +98,7 @@ class ObjectiveObserver(Observer):
             self._tokens.append(int((labels != self._ignored).sum()))
 
     def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
-        """Read the weights of means off the graph, while it is there."""
+        """Read the loss terms and the weights of means from the graph while it exists."""
         if len(roots) == 1:
             self._root = roots[0].grad_fn
             self._means = attempt(mean_weights, self._root)
@@ -110,7 +109,7 @@ class ObjectiveObserver(Observer):
             self._terms = attempt(LossTerms, self._root, calls, names, self._rows)
 
     def backward_ends(self, number: int) -> Facts | None:
-        """Return the calls whose gradient this pass has used; what it did not use is dropped."""
+        """Return the calls at whose results a gradient arrived in this pass; drop the others."""
         calls, self._calls = self._calls, []
         tokens, self._tokens = self._tokens, []
         used = [one for one in calls if one.cotangent is not None]
@@ -168,7 +167,7 @@ def _facts(one: _Call, rows: int | None) -> Facts:
     weights = cotangent.double()
     if weights.dim() and call.counted is not None and call.counted.shape == weights.shape:
         weights = weights[call.counted]
-    # A sum has each of its terms with the weight of its result.
+    # In a sum, each term has the weight of the result.
     terms = call.terms if call.reduction == "sum" else 1.0
     return {
         "function": call.function,
@@ -183,7 +182,7 @@ def _facts(one: _Call, rows: int | None) -> Facts:
 
 
 def _own_weights(call: LossCall, cotangent: Tensor, targets: Tensor, rows: int | None) -> Facts:
-    """Return the weights of the terms, of which those of an unreduced loss that weigh nothing do not count."""
+    """Return the weights of the terms. In an unreduced loss, terms with weight zero do not count."""
     if call.reduction == "none":
         own = rows_among(cotangent, rows)
         if call.counted is not None and call.counted.shape == cotangent.shape:
@@ -210,7 +209,7 @@ def _finite(number: float) -> float | None:
 
 
 def _is_multiple(root: Any, node: Any) -> bool:
-    """Say whether the graph from the root to a node is one chain: nothing else is added on the way."""
+    """Return whether the graph from the root to a node is a single chain, with nothing else added on the way."""
     for _ in range(_LONGEST_CHAIN):
         if root is None or root is node:
             return root is not None
@@ -229,7 +228,7 @@ def _script_without(
     _frames_up: int = 0,
     **kwargs: Any,
 ) -> Any:
-    """Call the script compiler with torch's own loss functions in place while it reads a script."""
+    """Call the TorchScript compiler with torch's own loss functions in place while it reads a script."""
     for name, function in plain.items():
         setattr(functional, name, function)
     try:

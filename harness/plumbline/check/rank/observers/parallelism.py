@@ -32,7 +32,7 @@ _REDUCTIONS = (
 )  # fmt: skip
 
 _OTHER_COLLECTIVES = ("all_to_all", "all_to_all_single", "broadcast", "reduce")
-"""Not isend and irecv, which torch knows by their identity."""
+"""Without isend and irecv, which torch compares by identity."""
 
 SHARDED_AS_DATA = ("FSDPModule", "FullyShardedDataParallel")
 """Classes of modules whose parameters are distributed although each rank has its own data."""
@@ -78,7 +78,7 @@ class ParallelismObserver(Observer):
         self._collectives = 0
 
     def install(self) -> None:
-        """Wrap what makes meshes and groups, and the collectives that reduce."""
+        """Wrap the makers of meshes, groups and DistributedDataParallel, and the collectives."""
         if not torch.distributed.is_available():
             return
         mesh: Any = getattr(torch.distributed, "device_mesh", None)
@@ -104,10 +104,10 @@ class ParallelismObserver(Observer):
         return module if isinstance(module, nn.parallel.DistributedDataParallel) else self._wrappers.get(module)
 
     def unreduced(self, module: nn.Module) -> dict[int, str]:
-        """Return why its parallelism reduces no gradients of some trainable parameters of a module, by their ids.
+        """Return, by id, why the gradients of some trainable parameters of a module are not reduced.
 
-        ``added`` or ``frozen``: they were added to the model later, or required no gradient, when
-        DistributedDataParallel was created. ``unsharded``: ``fully_shard`` has the module, but not them.
+        ``added`` or ``frozen``: when DistributedDataParallel was created, the model did not have them yet, or they
+        required no gradient. ``unsharded``: ``fully_shard`` has the module, but not them.
         """
         wrapper = self.wrapper_of(module)
         ignored = set(getattr(wrapper, "parameters_to_ignore", ()))
@@ -142,7 +142,7 @@ class ParallelismObserver(Observer):
         self._facts.append(self._describe(module))
 
     def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
-        """What is reduced within a backward pass is the wrapper's concern."""
+        """Stop counting: reductions within a backward pass are the wrapper's."""
         self._counting = False
 
     def backward_ends(self, number: int) -> Facts | None:
@@ -180,7 +180,7 @@ class ParallelismObserver(Observer):
 
         ``dimensions`` has the sizes of the named dimensions of all meshes.
 
-        ``wrapped``: the script has made a DistributedDataParallel, whether or not it calls that.
+        ``wrapped``: the script has made a DistributedDataParallel, whether or not it calls it.
         """
         return {
             "modules": self._facts,

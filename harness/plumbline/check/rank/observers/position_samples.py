@@ -1,4 +1,4 @@
-"""Samples of what modules take and give at each position of a batch of sequences, to compare two runs by them."""
+"""Samples of module inputs and outputs at each position of a batch of sequences, to compare two runs."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from plumbline.replay.nested import tensors_in
 from plumbline.replay.own_numbers import normal
 
 _NUMBERS = 4
-"""Random projections that are kept of the values at each position."""
+"""Number of random projections that are kept of the values at each position."""
 
 _VECTORS = 4
-"""Tensors of an argument list or an output that are looked at, at most."""
+"""The most tensors of an argument list or an output that are sampled."""
 
 
 class PositionSamples:
-    """Takes samples (rows, positions, numbers). ``by_row``: a value for a whole row is one at each of its positions."""
+    """Takes samples (rows, positions, numbers). ``by_row``: a value for a whole row counts at each position of it."""
 
     def __init__(self, rows: int, length: int, *, by_row: bool = False) -> None:
         self._rows, self._length, self._by_row = rows, length, by_row
 
     def of(self, value: Any) -> Tensor | None:
-        """Return projections of the vectors in a value that stand at all positions, None where none does."""
+        """Return projections of the tensors in a value that have a vector at each position, None if none has."""
         found = [at for one in vectors(value) if (at := self.at_positions(one.detach())) is not None]
         samples = [torch.matmul(at.double(), _directions(at.shape[-1], at.device)) for at in found[:_VECTORS]]
         return torch.cat(samples, -1) if samples else None
@@ -34,7 +34,7 @@ class PositionSamples:
         """Return the vectors (rows, positions, size) of a tensor with one at each position, None for other tensors."""
         rows, length = self._rows, self._length
         if length in one.shape[2:] or not one.numel():
-            return None  # weights of attention, or another order: not what is known at each position
+            return None  # attention weights, or another order of dimensions: no vectors at positions
         if one.dim() > 2 and tuple(one.shape[:2]) == (rows, length):
             return one.reshape(rows, length, -1)
         if one.dim() > 2 and tuple(one.shape[:2]) == (length, rows):
@@ -52,7 +52,7 @@ def vectors(value: Any) -> Iterator[Tensor]:
 
 
 def distances(one: Tensor | None, other: Tensor | None, where: Tensor) -> Tensor | None:
-    """Return by how much samples differ at each position of ``where``, relative to what they are at all of these."""
+    """Return the distance of samples at each position of ``where``, relative to their size over all of these."""
     if one is None or other is None or one.shape != other.shape:
         return None
     size = torch.linalg.vector_norm(one[where]) / max(1, int(where.sum())) ** 0.5
@@ -62,7 +62,7 @@ def distances(one: Tensor | None, other: Tensor | None, where: Tensor) -> Tensor
 
 
 def move(one: Tensor | None, other: Tensor | None, where: Tensor, limit: float) -> bool | None:
-    """Return whether samples differ anywhere there by more than a limit, None where they cannot be compared."""
+    """Return whether samples differ by more than a limit anywhere in ``where``, None if they cannot be compared."""
     apart = distances(one, other, where)
     return None if apart is None else bool((apart > limit).any())
 

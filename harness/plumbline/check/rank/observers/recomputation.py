@@ -37,19 +37,19 @@ Modes = tuple[tuple[nn.Module, bool], ...]
 
 
 def recomputed_otherwise(facts: Facts) -> bool:
-    """Return whether a recomputation in a backward pass may be another than its forward, by the pass's facts."""
+    """Return from the facts of a backward pass whether a recomputation in it may differ from its forward."""
     noted = facts.get(NAME) or {}
     return bool(noted.get("different") or noted.get("by_hand"))
 
 
 class RecomputationObserver(Observer):
-    """Compares samples of what a checkpoint's forward and its recomputation give; a pass has what came of it.
+    """Compares samples of the results of a checkpoint's forward and of its recomputation.
 
-    ``compared`` counts the recomputations and ``different`` those that gave something else than rounding explains.
-    Of these, ``generators`` has the random number generators from which one drew other numbers than the forward,
-    ``modes`` says whether a module was in another mode, training or evaluation, and ``compiled`` whether one was part
-    of a graph of torch.compile. ``by_hand``: a module ran again outside of torch's checkpoints, and the backward pass
-    drew random numbers without putting the generators back.
+    Facts of a backward pass: ``compared`` counts the recomputations, and ``different`` those that differ by more than
+    rounding explains. Of the latter, ``generators`` has the random number generators from which one drew other numbers
+    than its forward, ``modes`` says whether a module was in another mode (training or evaluation), and ``compiled``
+    whether one was part of a graph of torch.compile. ``by_hand``: a module ran again outside of torch's checkpoints,
+    and the backward pass drew random numbers without restoring the generators.
 
     Non-reentrant checkpoints are compared by the tensors that they save, reentrant ones by their outputs.
     """
@@ -66,7 +66,7 @@ class RecomputationObserver(Observer):
         self._runs_by_hand = False
 
     def install(self) -> None:
-        """Follow the classes of which both kinds of checkpoints are made, wherever they are imported."""
+        """Patch the classes behind both kinds of checkpoints, so that they are followed wherever they are imported."""
         module: Any = torch.utils.checkpoint
         if hasattr(module, "_checkpoint_hook") and hasattr(module, "_CheckpointFrame"):
             wrap(module._checkpoint_hook, "__init__", self._saves)
@@ -76,7 +76,7 @@ class RecomputationObserver(Observer):
             replace(module.CheckpointFunction, "forward", forward)
 
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note the modes, and where statistics lie that a normalisation saves for its backward but does not use."""
+        """Note the modes, and the addresses of statistics that a normalisation saves for backward but does not use."""
         modules = tuple(module.modules())
         self._modes = tuple((one, one.training) for one in modules)
         normalising = (one for one in modules if isinstance(one, _NormBase))
@@ -88,7 +88,7 @@ class RecomputationObserver(Observer):
         self._runs_by_hand = self._runs_by_hand or not self._inside
 
     def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
-        """Forget what was recomputed outside of backward passes that count."""
+        """Forget recomputations outside of the backward passes that count."""
         self._compared, self._different, self._runs_by_hand = 0, [], False
         self._began = generator_states()
 
@@ -141,7 +141,7 @@ class RecomputationObserver(Observer):
                 return recompute(*args)
             finally:
                 self._inside -= 1
-                # A checkpoint that preserves the states puts them back: what has moved was drawn from anew.
+                # A checkpoint that preserves the states restores them: a generator that has moved was drawn from anew.
                 region.drawn_anew = _moved(before, attempt(generator_states))
 
         hook.pack_hook, frame.recompute_fn = noting_pack, noting_recompute
@@ -162,7 +162,7 @@ class RecomputationObserver(Observer):
         self._noted(region, differs=any(map(_differ, pairs)))
 
     def _sampled(self, tensor: Tensor) -> Sample | None:
-        """Return a sample of a saved tensor; not of a parameter, nor of whole numbers, which kernels leave unused."""
+        """Return a sample of a saved tensor, None for parameters, and for whole numbers, which kernels do not use."""
         if not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool):
             return None
         if isinstance(tensor, nn.Parameter) or tensor.data_ptr() in self._statistics:
@@ -179,7 +179,7 @@ class RecomputationObserver(Observer):
         return followed
 
     def _repeated(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function, which compares what it gives with what it gave when it ran for the first time."""
+        """Return a function that runs the given one and compares its result with the result of the first run."""
         region = _Region(self._modes)
         first: dict[str, Any] = {}
 
@@ -227,13 +227,13 @@ def _sample(tensor: Tensor) -> Sample | None:
     is_plain = type(values) in (Tensor, nn.Parameter) and values.layout is torch.strided
     if not is_plain or values.is_meta or values.is_quantized:
         return None
-    # A mode of the script, such as that of selective checkpointing, counts the operators that it sees.
+    # A mode of the script, such as the one of selective checkpointing, counts the operators that it sees.
     with torch.no_grad(), torch._C._DisableTorchDispatch():
         return values.numel(), values.detach()[_evenly(values.shape)].clone()
 
 
 def _evenly(shape: torch.Size) -> tuple[slice, ...]:
-    """Return a place for at most ``SAMPLE`` entries, evenly spread, which copies no more whatever the strides are."""
+    """Return an index of at most ``SAMPLE`` evenly spread entries, which copies no others whatever the strides are."""
     left, chosen = float(SAMPLE), {}
     for place, (size, dim) in enumerate(sorted((size, dim) for dim, size in enumerate(shape))):
         most = max(1, int(left ** (1 / (len(shape) - place))))

@@ -1,4 +1,4 @@
-"""The observers of data, random numbers, buffers, weights, the objective and the script, with what they share."""
+"""Creates the observers of data, random numbers, buffers, weights, the objective and the script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Notes what a checkpoint has to bring back: weights, the optimizer's state and its settings, before each step."""
+"""Notes what a checkpoint must restore: weights, the optimizer's state and its settings, before each step."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from plumbline.recording.sharding import is_shard, local
 class ResumableStateObserver(Observer):
     """Notes ``weights``, ``state`` and ``groups`` before each step.
 
-    ``weights`` has a digest and a projection for each parameter, and whether they are those of a shard. ``state`` has,
-    for each parameter, a digest of each tensor by its key, and each single number as it is. ``groups`` has the numbers
+    ``weights`` has a digest and a projection for each parameter, and whether they belong to a shard. ``state`` has, for
+    each parameter, a digest of each tensor by its key, and each single number as it is. ``groups`` has the numbers
     among the settings of each parameter group.
     """
 
@@ -30,7 +30,7 @@ class ResumableStateObserver(Observer):
         self._facts: Facts = {}
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Take down what the step changes."""
+        """Note what the step changes."""
         parameters, states = parameters_of(optimizer), stepping(optimizer).state
         self._facts = {
             "weights": [(*digest_and_projection(local(one.detach())), is_shard(one)) for one in parameters],

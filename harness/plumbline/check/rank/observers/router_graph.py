@@ -1,4 +1,4 @@
-"""Reads off the graph what scores experts are chosen by, and which numbers are computed from such scores alone."""
+"""Reads from the graph which scores experts are selected by, and which numbers depend on such scores alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from plumbline.check.rank.observers.loss_weight import SAME_OUTPUTS, SAME_VALUES, UnknownWeightError, constant_of
 
 _MOST_NODES = 64
-"""Nodes between scores and the weights that they are computed with, at most."""
+"""The most nodes between scores and the weights that compute them."""
 
 _MOST_TERMS = 4096
 _AT_LEAF = ("TBackward", "TransposeBackward", "ToCopyBackward", "ViewBackward", "PermuteBackward", "UnsqueezeBackward",
@@ -21,7 +21,7 @@ _JOINS = ("CatBackward", "StackBackward")
 
 @dataclass(eq=False)
 class Scores:
-    """Scores: the nodes that compute them from ``parameters``, the last ones of which are their ``origins``."""
+    """Scores: the nodes that compute them. ``origins`` are the nodes that use ``parameters`` directly."""
 
     nodes: list[Any]
     origins: list[Any]
@@ -30,9 +30,9 @@ class Scores:
 
 @dataclass(eq=False)
 class Term:
-    """A number that is added to a loss: its node, and the constants that it is multiplied by, the outermost first.
+    """A number that is added to a loss: its node, and the constants that multiply it, outermost first.
 
-    Each constant has the identity of the node that multiplies: terms may share one. ``node`` is None where a number
+    Each constant comes with the id of the multiplying node, which several terms may share. ``node`` is None if a number
     without a gradient is added.
     """
 
@@ -53,7 +53,7 @@ class Term:
 
 
 def scores_of(node: Any) -> Scores | None:
-    """Return what scores are computed from, None where no weights are near, or those of several layers are joined."""
+    """Return what scores are computed from, None if no weights are near, or scores of several layers are joined."""
     found, waiting, seen = Scores([], [], []), [node], set[int]()
     while waiting:
         one = waiting.pop(0)
@@ -102,7 +102,7 @@ def terms_of(root: Any) -> list[Term]:
 
 
 def _inner(term: Term) -> list[Term] | None:
-    """Return the terms that a number consists of, None where it is none that is only multiplied or added up."""
+    """Return the terms of a number that is a sum, or a multiple by a constant; None for any other number."""
     node = term.node
     if node is None:
         return None
@@ -133,7 +133,7 @@ def _is_number(node: Any) -> bool:
 
 
 def only_from(node: Any, scores: Collection[int]) -> bool:
-    """Return whether a number reaches weights through these scores alone, and at all."""
+    """Return whether a number depends on these scores, and on weights only through them."""
     waiting, seen, is_reached = [node], set[int](), False
     while waiting:
         one = waiting.pop()
@@ -150,7 +150,7 @@ def only_from(node: Any, scores: Collection[int]) -> bool:
 
 
 def nodes_reached(roots: Collection[Any]) -> dict[int, Any]:
-    """Return the nodes at which a gradient arrives that begins at these roots, by their identities."""
+    """Return, by id, the nodes that a gradient from these roots reaches."""
     waiting, reached = list(roots), dict[int, Any]()
     while waiting:
         one = waiting.pop()
@@ -166,10 +166,10 @@ def _has_labels(node: Any) -> bool:
 
 
 def attached_numbers(roots: Collection[Any]) -> Iterator[tuple[Any, str]]:
-    """Yield the numbers to whose graph functions that a script defines hand gradients on, with these functions' names.
+    """Yield the nodes of numbers to which functions that a script defines pass gradients, with the functions' names.
 
     Such a function returns a tensor as it is, and gives the number a gradient in the backward pass: the number is a
-    term of the loss that no sum shows.
+    term of the loss that appears in no sum.
     """
     waiting, seen = list(roots), set[int]()
     while waiting:
@@ -184,5 +184,5 @@ def attached_numbers(roots: Collection[Any]) -> Iterator[tuple[Any, str]]:
 
 
 def is_scripts(node: Any) -> bool:
-    """Return whether a node is that of a function which a script defines."""
+    """Return whether a node belongs to an autograd function that a script defines."""
     return hasattr(type(node), "_forward_cls") and type(node).__name__ not in SAME_OUTPUTS

@@ -1,4 +1,4 @@
-"""Hashes of the rows of input tensors: equal rows are known again on another rank, or in another epoch."""
+"""Hashes of the rows of input tensors, which recognise equal rows on another rank or in another epoch."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torch import Tensor
 from plumbline.check.evidence.training import Facts
 
 ROWS_KEPT = 256
-"""Rows of a batch whose hashes are kept. Of a larger batch those with the smallest hashes, the same on every rank."""
+"""The most rows whose hashes are kept. Of a larger batch the smallest hashes are kept, the same on every rank."""
 
 _ENTRIES_AT_ONCE = 2**17
-"""They and what is made of them fit into a cpu's cache."""
+"""This many entries and their intermediate results fit into a CPU's cache."""
 
 _ENTRIES_AT_ONCE_ON_DEVICE = 2**23
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def rows_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Facts | None:
-    """Return what is noted of the rows (dim 0) of a call's input tensors, None where it has none.
+    """Return the facts about the rows (dim 0) of a call's input tensors, None if it has none.
 
-    ``in_rows`` says which tensors make up the rows. ``hashes`` stand in their order where all of them are kept.
+    ``in_rows`` says which tensors make up the rows. ``hashes`` are in the order of rows if all of them are kept.
     """
     tensors = in_rows(tensor for tensor in tensors_in((args, kwargs)) if tensor.numel() and _is_readable(tensor))
     if not tensors:
@@ -41,7 +41,7 @@ def rows_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Facts | None:
 
 
 def in_rows(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return those whose length in dim 0 is the number of rows: of several lengths the one with the most entries."""
+    """Return the tensors whose dim 0 holds the rows: of several lengths, the one with the most entries in total."""
     by_length: dict[int, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.dim():
@@ -62,7 +62,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def row_hashes(tensors: list[Tensor]) -> list[int]:
-    """Return a 64-bit hash for each row of tensors of equal length in dim 0; the bits of all of them count."""
+    """Return a 64-bit hash for each row of tensors of equal length in dim 0, from the bits of all tensors."""
     total: Tensor | None = None
     for place, tensor in enumerate(tensors):
         hashes = mixed(_row_sums(_words(tensor)) + (place + 1) * 0x9E3779B97F4A7C1)
@@ -93,7 +93,7 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 def _row_sums(words: Tensor) -> Tensor:
-    """Return a number (rows) for each row, in which the place of every entry counts."""
+    """Return a number (rows) for each row, which depends on the place of every entry."""
     rows, entries = words.shape
     at_once = _ENTRIES_AT_ONCE if words.device.type == "cpu" else _ENTRIES_AT_ONCE_ON_DEVICE
     columns = max(1, at_once // max(rows, 1))

@@ -21,9 +21,9 @@ _LIBRARIES = (
 
 
 class ScriptLineObserver(Observer):
-    """Notes ``file`` and ``line``: of the calls that lead to the step, the innermost that no library makes.
+    """Notes ``file`` and ``line`` of the innermost call on the stack of the first step that no library makes.
 
-    The file is relative to the working folder where it lies below that.
+    The file is relative to the working directory if it lies below it.
     """
 
     name = "script"
@@ -32,7 +32,7 @@ class ScriptLineObserver(Observer):
         self._facts: Facts | None = None
 
     def first_step(self, optimizer: Optimizer) -> None:
-        """Look at the calls that lead here."""
+        """Look at the call stack."""
         if self._facts is None:
             self._facts = _calling_line()
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from plumbline.recording.patching import attempt, undone_by, wrap
 
 _PLACES = {"topk": 2, "argmax": 1, "max": 1}
-"""Where the functions that select take their dimension."""
+"""The place of the dimension among the arguments of the functions that select."""
 
 Selected = Callable[[Tensor, Tensor], None]
-"""Takes scores (…, choices), and the indices of those that were selected in the last dimension (…, k)."""
+"""Takes scores (…, choices), and the indices (…, k) that were selected in the last dimension."""
 
 
 _WATCHING: list[Selected] = []
@@ -33,7 +33,7 @@ def watch_selections(selected: Selected) -> Iterator[None]:
 
 
 def install_watch() -> None:
-    """Put functions in the place of those of torch that select."""
+    """Wrap the functions of torch that select."""
     for owner in (torch, torch.Tensor):
         for name in _PLACES:
             wrap(owner, name, partial(_around, name))
@@ -62,7 +62,7 @@ def _follow(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
 
 
 def _known_to_scripts(name: str) -> None:
-    """Let torch's script compiler take the function in the place of torch's for the same operator."""
+    """Let the TorchScript compiler take the wrapper for the same operator as torch's own function."""
     builtins: Any = torch.jit._builtins
     function = getattr(torch, name)
     builtins._register_builtin(function, f"aten::{name}")

@@ -9,15 +9,15 @@ from torch.overrides import TorchFunctionMode
 
 _NORMS = ("group_norm", "instance_norm")
 _SCALED = ("round", "round_", "fake_quantize_per_tensor_affine", "fused_moving_avg_obs_fake_quant")
-"""What quantises has one scale for all tokens."""
+"""Functions that quantise: they have one scale for all tokens."""
 
 _SELECTIONS = ("topk", "argmax", "sort", "argsort", "multinomial")
 _TRAINING = 5
-"""Where ``batch_norm`` takes whether it trains."""
+"""The place of ``training`` among the arguments of ``batch_norm``."""
 
 
 class Shared(Protocol):
-    """Takes what statistics are taken of, None for what is scaled by some, or scores of a selection: ``by_token``."""
+    """Takes a tensor with shared statistics, None for scaled values, or with ``by_token`` a selection's scores."""
 
     def __call__(self, given: Tensor | None, *, by_token: bool) -> None: ...
 

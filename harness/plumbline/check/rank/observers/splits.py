@@ -1,4 +1,4 @@
-"""Notes which samples the batches of a loader have, and gives ranks and micro-batches other ones if asked to."""
+"""Notes the samples in a loader's batches, and gives ranks and micro-batches other samples if asked to."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from plumbline.recording.patching import wrap
 from plumbline.recording.process import rank_and_world
 
 MOST_BATCHES = 256
-"""Batches of an iterator whose samples are noted."""
+"""The most batches of an iterator whose samples are noted."""
 
 _DROPOUTS = {
     "alpha_dropout": "p", "dropout": "p", "dropout1d": "p", "dropout2d": "p", "dropout3d": "p",
@@ -28,10 +28,10 @@ _PLACES = {"p": 1, "dropout_p": 4}
 
 
 class SplitObserver(Observer):
-    """Notes the samples of the iterator over a loader from which the first recorded forward has its batch.
+    """Notes the samples of the loader iterator that gave the first recorded forward its batch.
 
     Facts of the process: ``iterator``, its number in the order in which iterators began; ``batches``, the numbers of
-    the samples of its first batches, None where samples have no numbers; ``dropouts``, how often a function would have
+    the samples in its first batches, None if samples have no numbers; ``dropouts``, how often a function would have
     dropped something.
     """
 

@@ -1,4 +1,4 @@
-"""Digests and projections of tensors, for tensors of any dtype, and their values where all lie on this rank."""
+"""Digests and projections of tensors of any dtype, and their values if all lie on this rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from plumbline.evidence.rank_file import tensor_bytes
 from plumbline.recording.sharding import is_shard, local
 
 SMALL = 1024
-"""Entries up to which bytes are hashed as they are: many small tensors would cost more calls than memory."""
+"""Tensors with at most this many entries are hashed byte by byte: for many small tensors, calls would cost more than
+memory traffic."""
 
 _NUMBERS = 64
 _DENSE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

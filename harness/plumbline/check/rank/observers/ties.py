@@ -1,4 +1,4 @@
-"""Notes parameters that were one when the model was built, or are meant to be one, and are two when it trains."""
+"""Notes parameters that were tied when the model was built, or are meant to be, but are separate when it trains."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ class _Place:
         return None if module is None else module._parameters.get(self.name)
 
     def is_at(self, module: nn.Module, name: str) -> bool:
-        """Say whether this is a place."""
+        """Return whether this is the place ``name`` of ``module``."""
         return self.module() is module and self.name == name
 
 
 class TieObserver(Observer):
-    """Follows the assignment of parameters to modules: one that is assigned twice is tied.
+    """Follows the assignment of parameters to modules: a parameter that is assigned twice is tied.
 
-    What assigns another parameter unties them on purpose, but for ``load_state_dict``. Facts of the process: ``lost``,
-    pairs of names of parameters that train apart; ``declared``: the same of those that the model's configuration ties.
-    A parameter that a model once tied counts as tied where only one of its places, or a copy of it, is left: stages of
-    pipelines are cut out of whole models.
+    Assigning another parameter to one of the places unties them on purpose, except in ``load_state_dict``. Facts of the
+    process: ``lost``, pairs of names of tied parameters that train apart; ``declared``, such pairs that the model's
+    configuration ties. A parameter that a model once tied still counts as tied if only one of its places, or a copy of
+    it, is left: pipeline stages are cut out of whole models.
     """
 
     name = "ties"
@@ -64,7 +64,7 @@ class TieObserver(Observer):
         wrap(torch.utils, "swap_tensors", self._around_swap)
 
     def is_tied(self, parameter: Tensor) -> bool:
-        """Return whether a model held a parameter, or that of which it is a copy, in several places."""
+        """Return whether a model held a parameter, or the one that it is a copy of, in several places."""
         known = self._tied.get(id(parameter))
         return known is not None and known() is parameter
 
@@ -119,7 +119,7 @@ class TieObserver(Observer):
         return result
 
     def _around_swap(self, original: Callable[..., Any], *tensors: Any) -> Any:
-        # torch refuses to swap tensors with weak references. Each stays the object that it is, with other contents.
+        # torch refuses to swap tensors with weak references. Each stays the same object, with other contents.
         places = [self._first.pop(id(one), (None, None))[1] for one in tensors]
         tied = [self._tied.pop(id(one), None) is not None for one in tensors]
         try:
@@ -156,7 +156,7 @@ class TieObserver(Observer):
 
 
 def _declared(root: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """Yield the weights of a model's embeddings where its configuration, as those of transformers, ties them."""
+    """Yield the weights of a model's embeddings if its configuration ties them, as in transformers."""
     for module in root.modules():
         if getattr(getattr(module, "config", None), "tie_word_embeddings", False):
             ends = [getattr(module, name, None) for name in ("get_input_embeddings", "get_output_embeddings")]

@@ -1,4 +1,4 @@
-"""Notes losses that a model computes beside its output, and whether a backward pass uses them."""
+"""Notes losses that a model computes in addition to its output, and whether a backward pass uses them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _SINK = "_DDPSinkBackward"
 
 
 class UnusedLossObserver(Observer):
-    """Looks, as each backward pass begins, at numbers with a graph that modules hold and that calls have returned.
+    """Looks at the numbers with a graph that modules hold or that calls have returned, when a backward pass begins.
 
-    Those count that an attribute or a field names as a loss, and the numbers behind the first part of a tuple. Where a
-    loss function of torch compares with labels, the number is a main loss, and a script may compute another one in its
-    place; a number without a name may be one wherever there are targets. Facts of the process: ``used`` and ``unused``,
-    their names; a name may be in both.
+    A number counts if an attribute or a field names it as a loss, or if it follows the first item of a returned tuple.
+    A number that a loss function of torch computes from labels does not count: it is a main loss, and a script may
+    compute another one in its place. A number without a name does not count if it is computed from any targets. Facts
+    of the process: ``used`` and ``unused``, the names of numbers; a name may be in both.
     """
 
     name = "unused-losses"
@@ -60,7 +60,7 @@ class UnusedLossObserver(Observer):
 
 
 def held_losses(roots: Iterable[nn.Module]) -> Iterator[tuple[str, Any]]:
-    """Yield the nodes of numbers that modules hold as attributes named as a loss."""
+    """Yield the names and nodes of numbers that modules hold in attributes named as a loss."""
     for root in roots:
         for path, module in root.named_modules():
             for name, value in {**vars(module), **module._buffers}.items():
@@ -77,7 +77,7 @@ def _parts(value: Any) -> Iterable[Any]:
 
 
 def _returned(call: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the nodes of numbers that a call has returned, with their names in its output."""
+    """Yield the numbers that a call has returned: their names, and their nodes."""
     for place, name in call.call.scalars.items():
         node = call.next_functions[place][0]
         if isinstance(name, int):
@@ -92,19 +92,19 @@ def is_auxiliary(name: str) -> bool:
 
 
 def _has_labels(node: Any) -> bool:
-    """Return whether a number is computed from labels; also where nothing is known of how it is computed."""
+    """Return whether a number is computed from labels; True also if its computation is unknown."""
     return node is None or any(not target.is_floating_point() for (target,) in _targets(node))
 
 
 def _targets(node: Any) -> Iterator[tuple[Tensor]]:
-    """Yield the targets of the loss functions of torch that compute a number, maybe times or plus others."""
+    """Yield the targets of torch's loss functions that compute a number, or terms or factors of it."""
     for one in _numbers(node):
         if hasattr(one, "_saved_target"):
             yield (one._saved_target,)
 
 
 def _is_used(node: Any, reached: dict[int, Any]) -> bool:
-    """Return whether a node is reached, or its number is computed from one that is: what is logged is no loss."""
+    """Return whether a node, or one that its number is computed from, is reached: a number for logs is no loss."""
     return id(node) in reached or any(id(one) in reached for one in _numbers(node))
 
 
@@ -126,9 +126,9 @@ def _is_number(node: Any) -> bool:
 
 
 def _reached(nodes: Iterable[Any]) -> tuple[dict[int, Any], list[Any]]:
-    """Return the nodes that a gradient reaches, by their identity, and those of them that end tracked calls.
+    """Return, by id, the nodes that a gradient reaches, and those of them that end tracked calls.
 
-    What goes into one output of a call does not go into another.
+    A gradient at one output of a call reaches only what is computed into this output.
     """
     waiting = [(node, 0) for node in nodes]
     reached: dict[int, Any] = {}

@@ -1,4 +1,4 @@
-"""Notes digests of weights and gradients, so that ranks which hold different ones are known."""
+"""Notes digests of weights and gradients, which show ranks that hold different ones."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from plumbline.recording.sharding import is_replicated
 
 
 class WeightObserver(Observer):
-    """Notes weights where there are several ranks; shards are left out, as each rank has its own.
+    """Notes weights if there are several ranks. Shards are left out, as each rank has its own.
 
     The process has ``modules``: each parameter of each outermost module at its first recorded forward. A step has, in
-    the order of the optimizer's parameters, digests ``before``, ``gradients`` and ``after``, and ``projections`` of the
-    weights after it, whose relative distance is about that of the weights. ``began`` has the digests before the
-    optimizer's first step of all, which may not be recorded; None for parameters that it was given later.
-    ``unreduced`` says why a wrapper reduces no gradients of a parameter of its own, ``replicated`` which are DTensors
-    that should be the same on all ranks.
+    the order of the optimizer's parameters, the digests ``before``, ``gradients`` and ``after``, and ``projections`` of
+    the weights after it, whose relative distance is about the same as that of the weights. ``began`` has the digests
+    before the optimizer's very first step, which may not be recorded; None for parameters that the optimizer got later.
+    ``unreduced`` says why a wrapper reduces no gradients of its own parameter, and ``replicated`` which parameters are
+    DTensors that should be the same on all ranks.
     """
 
     name = "weights"
@@ -93,7 +93,7 @@ class WeightObserver(Observer):
         return {"modules": self._initial} if self._initial else None
 
     def _wrapped(self, parameters: list[Tensor]) -> list[bool]:
-        """Say of each parameter whether a DistributedDataParallel keeps it the same on all its ranks."""
+        """Return for each parameter whether a DistributedDataParallel keeps it the same on all its ranks."""
         kept: set[int] = set()
         for module in self._modules:
             wrapper = self._parallelism.wrapper_of(module)

@@ -1,4 +1,4 @@
-"""What happens between the backward pass and the next forward: clipping, loss scale, learning rate, the update.
+"""Observes what happens between a backward pass and the next forward: clipping, loss scale, learning rate, update.
 
-Each observer notes facts of a step; forwards and data do not belong here.
+Each observer notes facts about a step. Forwards and data do not belong here.
 """

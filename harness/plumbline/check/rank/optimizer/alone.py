@@ -1,4 +1,4 @@
-"""A world of one rank, in which a twin of an optimizer that communicates steps by itself."""
+"""A world of one rank, in which a twin (copy) of an optimizer that communicates can step by itself."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from plumbline.recording.sharding import dtensors
 _RANKS = ("rank", "global_rank", "group_rank")
 _SIZES = ("world_size", "group_size")
 
-_GROUPS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # the group of all ranks: one of this rank alone
+_GROUPS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # maps the group of all ranks to a group of this rank alone
 
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Let torch.distributed and the environment say that this rank is the only one, and communicate with itself."""
+    """Make torch.distributed and the environment act as if this rank were the only one, communicating with itself."""
     c10d: Any = dist.distributed_c10d
     everyone = c10d._world.default_pg
     own = _own_group()
@@ -45,14 +45,14 @@ def _own_group() -> Any:
         return None
     everyone = dist.group.WORLD
     if everyone not in _GROUPS:
-        # NCCL would split the group of all ranks where a device is bound to it, which all of them have to do together.
+        # If a device is bound to the group of all ranks, NCCL would split this group, and all ranks must take part.
         backend = "gloo" if getattr(everyone, "bound_device_id", None) is not None else None
         _GROUPS[everyone] = dist.new_group([dist.get_rank()], backend=backend, use_local_synchronization=True)
     return _GROUPS[everyone]
 
 
 def as_only_rank(name: str, value: Any) -> Any:
-    """Return what an attribute or an option of an optimizer is in a world of one rank."""
+    """Return the value that an attribute or an option of an optimizer has in a world of one rank."""
     if isinstance(value, dist.ProcessGroup):
         return _own_group()
     if isinstance(value, DeviceMesh):
@@ -65,7 +65,7 @@ def as_only_rank(name: str, value: Any) -> Any:
 
 
 def own_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return a mesh of as many dimensions as another one, with this rank alone."""
+    """Return a mesh of this rank alone, with as many dimensions as another mesh."""
     groups = [_own_group()] * mesh.ndim
     only = torch.full((1,) * mesh.ndim, dist.get_rank())
     names = mesh.mesh_dim_names

@@ -22,11 +22,11 @@ from plumbline.recording.patching import wrap
 from plumbline.recording.sharding import is_shard
 
 ROUNDINGS = 8
-"""A gradient's length that changed by fewer roundings of its dtype than this is the same, computed in another way."""
+"""A gradient's norm that changed by fewer roundings of its dtype than this counts as unchanged."""
 
 SAME_FACTOR = 2.0**-9
-"""Relative difference up to which the factors in the gradients of several optimizers are one. Chosen: the rounding of
-bfloat16, in which a factor may be known from one gradient alone."""
+"""Relative difference up to which the factors in the gradients of several optimizers count as equal. Chosen: the
+rounding of bfloat16, because a factor may be known only from one bfloat16 gradient."""
 
 _FUNCTIONS = {
     "clip_grad_norm_": "norm", "clip_grads_with_norm_": "norm", "_clip_grads_with_norm_": "norm",
@@ -39,22 +39,22 @@ _FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"
 
 
 class ClippingObserver(WrappingObserver):
-    """Wraps the functions of torch.nn.utils that clip, in which the methods of Accelerate, Fabric and Lightning end.
+    """Wraps the clipping functions of torch.nn.utils, which the methods of Accelerate, Fabric and Lightning call.
 
     ``on_clipping`` is called with the parameters before their gradients change, ``on_clipped`` after that.
 
-    Facts of a step: ``of``: how many parameters had a gradient, ``roundings``: the relative size of a change that is
-    rounding. ``by_hand``: None, or the factor by which the script itself multiplied all gradients between the last
-    backward pass and the step (None where they changed in another way); ``while_scaled``: the same before the
-    GradScaler divided them. ``edited``: after they were clipped, some gradients changed otherwise than all others.
-    ``empty``: how many calls since any optimizer's last step were given an empty generator.
-    ``calls``, since the optimizer's last step, each with
-    ``kind`` (``norm`` or ``value``), ``limit``, ``norm_type`` and ``returned``, the norm that the call returned, or
-    that it was given; ``given``: the script had computed that itself, and not by ``get_total_norm`` of all gradients;
-    ``pass``: the number of the last backward pass that had begun, and ``inside``: whether it was still running;
+    Facts of a step: ``of``: how many parameters had a gradient; ``roundings``: the relative size of a change that
+    counts as rounding. ``by_hand``: None if the script itself did not change gradients between the last backward pass
+    and the step, else the ``factor`` by which it multiplied all of them (None if they changed in another way);
+    ``while_scaled``: the same before the GradScaler unscaled them. ``edited``: after clipping, some gradients changed
+    differently from the others. ``empty``: how many calls since any optimizer's last step got an empty generator.
+    ``calls``: the calls since the optimizer's last step, each with
+    ``kind`` (``norm`` or ``value``), ``limit``, ``norm_type`` and ``returned``, the norm that the call returned or was
+    given; ``given``: the script passed a norm that it had not computed by ``get_total_norm`` of all gradients;
+    ``pass``: the number of the latest backward pass at that time, and ``inside``: whether it was still running;
     ``covered``: how many of the optimizer's parameters were clipped;
-    ``norm`` and ``others``: 2-norms, computed in float64, of the gradients that this rank holds, of the optimizer's
-    parameters and of others in the same call; ``factor``: by what the length of the former changed;
+    ``norm`` and ``others``: 2-norms, computed in float64, of the gradients that this rank holds: of the optimizer's
+    parameters, and of other parameters in the same call; ``factor``: the factor by which ``norm`` changed;
     ``scale``: the loss scale that was still in the gradients;
     ``late``: every optimizer of these parameters had stepped already;
     ``kept``: the next backward pass added to the clipped gradients;
@@ -94,7 +94,7 @@ class ClippingObserver(WrappingObserver):
         self._optimizers.add(optimizer)
 
     def start(self) -> None:
-        """Forget what was before, and wrap the method of FSDP if that has been imported."""
+        """Forget earlier notes, and wrap the method of FSDP if FSDP has been imported."""
         super().start()
         for notes in (self._calls, self._lengths, self._changes, self._while_scaled):
             notes.clear()
@@ -105,7 +105,7 @@ class ClippingObserver(WrappingObserver):
             wrap(sys.modules[_FSDP].FullyShardedDataParallel, "clip_grad_norm_", self._around_method)
 
     def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
-        """Clipped gradients to which this pass adds are noted as kept."""
+        """Mark clipped gradients to which this pass adds as kept."""
         self._pass, self._inside = number, True
         self._stepped.clear()
         for call in {id(call): call for calls in self._calls.values() for call in calls}.values():
@@ -113,13 +113,13 @@ class ClippingObserver(WrappingObserver):
                 call.kept = total(lengths_of(call.parameters)) >= 0.5 * total(call.after) > 0
 
     def backward_ends(self, number: int) -> Facts | None:
-        """Note the lengths of gradients, so that changes by hand can be told."""
+        """Note the norms of gradients, to detect later changes by the script."""
         self._inside = False
         self._lengths = lengths_of(one for optimizer in self._optimizers for one in parameters_of(optimizer))
         return None
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Find out by which factor the script multiplied gradients itself."""
+        """Find the factor by which the script itself multiplied gradients."""
         self._changes[id(optimizer)] = {
             "by_hand": self._changes_by_hand(optimizer) or None,
             "while_scaled": self._while_scaled.pop(id(optimizer), None),
@@ -131,9 +131,9 @@ class ClippingObserver(WrappingObserver):
             self._while_scaled[id(optimizer)] = self._changes_by_hand(optimizer)
 
     def multiplied_by_hand(self) -> float:
-        """Return by what the script itself has multiplied all gradients since the last backward pass.
+        """Return the factor by which the script itself has multiplied all gradients since the last backward pass.
 
-        1 where that is no single factor.
+        It is 1 if there is no single factor.
         """
         stepped = [opt for opt in self._optimizers if any(one.grad is not None for one in parameters_of(opt))]
         changes = [self._changes_by_hand(optimizer) for optimizer in stepped]
@@ -166,7 +166,7 @@ class ClippingObserver(WrappingObserver):
                 return original(*args, **kwargs)
             given = args[0] if args else kwargs.get("parameters")
             parameters = [given] if isinstance(given, Tensor) else list(given or ())
-            if not isinstance(given, (Tensor, Sequence)):  # an iterator is used up now, and torch warns of empty ones
+            if not isinstance(given, (Tensor, Sequence)):  # the iterator is used up now, and torch warns of empty ones
                 self._empty += self.recording and not parameters
                 again = (one for one in parameters)
                 args, kwargs = ((again, *args[1:]), kwargs) if args else (args, {**kwargs, "parameters": again})
@@ -178,7 +178,7 @@ class ClippingObserver(WrappingObserver):
         return around
 
     def _around_norm(self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        """Note a call of get_total_norm(tensors, norm_type), of which gradients can be clipped later."""
+        """Note a call of get_total_norm(tensors, norm_type), because gradients can be clipped with its result later."""
         if not self.attends or self._depth or torch.compiler.is_compiling():
             return original(tensors, *args, **kwargs)
         given = tensors if isinstance(tensors, (Tensor, Sequence)) else list(tensors)
@@ -238,7 +238,7 @@ class ClippingObserver(WrappingObserver):
             self._calls.setdefault(id(optimizer), []).append(call)
 
     def _scale_left(self, optimizer: Optimizer, lengths: dict[int, float]) -> float:
-        """Return the loss scale that is still in the gradients, which a script may also have taken out itself."""
+        """Return the loss scale that is still in the gradients. The script can also have unscaled them itself."""
         scale = self._loss_scale.pending_scale(optimizer)
         known = [name for name in lengths if self._lengths.get(name)]
         if scale != 1.0 and known:
@@ -248,7 +248,7 @@ class ClippingObserver(WrappingObserver):
         return scale
 
     def _changes_by_hand(self, optimizer: Optimizer) -> Facts:
-        """Compare gradients with those of the last backward pass, apart from what clipping and unscaling explain."""
+        """Compare gradients' norms with those after the last backward pass, corrected for clipping and unscaling."""
         scale = self._loss_scale.scale / self._loss_scale.pending_scale(optimizer)
         now = lengths_of(parameters_of(optimizer))
         factors = []
@@ -267,7 +267,7 @@ class ClippingObserver(WrappingObserver):
         return {"factor": middle if common else None}
 
     def _is_edited(self, optimizer: Optimizer) -> bool:
-        """Return whether gradients have other lengths than clipping gave them, and not all by the same factor."""
+        """Return whether norms of gradients have changed since clipping, and not all by the same factor."""
         calls = [call for call in self._calls.get(id(optimizer), []) if call.at_pass == self._pass and not call.late]
         clipped = {name: length for call in calls for name, length in call.after.items()}
         now = lengths_of(parameters_of(optimizer)) if clipped else {}
@@ -281,5 +281,5 @@ class ClippingObserver(WrappingObserver):
 
 
 def _epsilon(parameter: Tensor) -> float:
-    """Return the relative distance of a parameter's numbers; 0 of whole numbers, as frozen quantised weights are."""
+    """Return the machine epsilon of a parameter's dtype; 0 for integers, such as frozen quantised weights."""
     return torch.finfo(parameter.dtype).eps if parameter.is_floating_point() or parameter.is_complex() else 0.0

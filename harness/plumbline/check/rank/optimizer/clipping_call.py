@@ -1,4 +1,4 @@
-"""One call of a function that clips, or that returns a norm, and the lengths of gradients before and after it."""
+"""One call of a function that clips or that returns a norm, with the norms of gradients before and after it."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Norm:
     gradients: Sequence[ref[Tensor]]
 
     def is_of(self, parameters: Iterable[Tensor], total_norm: Any) -> bool:
-        """Return whether this is the number in question, and the norm of all gradients of these parameters alone."""
+        """Return whether ``total_norm`` is this value, and this is the norm of exactly these parameters' gradients."""
         own = {id(one.grad) for one in parameters if one.grad is not None}
         return {id(one()) for one in self.gradients} == own and number(total_norm) == self.value
 
 
 @dataclass(eq=False)
 class ClippingCall:
-    """One clipping: lengths of the gradients before and after, by the parameter's id."""
+    """One clipping call, with the norms of gradients before and after it, by the parameter's id."""
 
     kind: str
     limit: float
@@ -50,7 +50,7 @@ class ClippingCall:
 
 
 def facts_of(call: ClippingCall, own: set[int], optimizer: int) -> Facts:
-    """Return a call as it concerns one optimizer."""
+    """Return the facts of a call for one optimizer."""
     before = {name: value for name, value in call.before.items() if name in own}
     after = {name: value for name, value in call.after.items() if name in own}
     norm = total(before)
@@ -74,7 +74,7 @@ def facts_of(call: ClippingCall, own: set[int], optimizer: int) -> Facts:
 
 
 def lengths_of(parameters: Iterable[Tensor]) -> dict[int, float]:
-    """Return the 2-norms, computed in float64, of the gradients that there are, by the parameter's id."""
+    """Return the 2-norms of the existing gradients, computed in float64, by the parameter's id."""
     lengths = {}
     for parameter in parameters:
         if parameter.grad is not None:
@@ -91,7 +91,7 @@ def total(lengths: dict[int, float]) -> float:
 
 
 def number(value: Any) -> float | None:
-    """Return a norm as a number; None where it is spread over ranks, which reading it would have to ask."""
+    """Return a norm as a number; None if it is spread over ranks, so that reading it would communicate."""
     if isinstance(value, Tensor) and local(value) is value:
         return float(value)
     return float(value) if isinstance(value, (int, float)) else None

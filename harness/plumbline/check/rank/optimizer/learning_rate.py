@@ -19,8 +19,8 @@ class LearningRate(WrappingObserver):
     """Wraps the ``step`` of every scheduler.
 
     Facts of a step: ``rates`` of the parameter groups that have one; ``schedulers``: how many the optimizer has;
-    ``schedule``: for each time that one of them has stepped since the optimizer's last step, the number of the last
-    backward pass that had begun then, and whether the optimizer had not stepped since that pass began.
+    ``schedule``: for each scheduler step since the optimizer's last step, the number of the latest backward pass at
+    that time, and whether the optimizer had not stepped since that pass began.
     """
 
     name = "learning-rate"
@@ -48,7 +48,7 @@ class LearningRate(WrappingObserver):
         self._stepped.clear()
 
     def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
-        """A window of the optimizers' goes on, or begins."""
+        """Note the pass. No optimizer has stepped since it began."""
         self._pass = number
         self._stepped.clear()
 
@@ -61,7 +61,7 @@ class LearningRate(WrappingObserver):
         }
 
     def _around_init(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> None:
-        # A scheduler's first step, which sets the first rate, is a part of its creation.
+        # A scheduler's constructor takes a first step, which sets the first rate. It does not count.
         self._depth += 1
         try:
             original(scheduler, *args, **kwargs)

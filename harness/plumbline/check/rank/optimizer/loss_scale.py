@@ -20,16 +20,16 @@ from plumbline.recording.sharding import local
 
 
 class LossScale(WrappingObserver):
-    """Wraps GradScaler, and with it all its subclasses.
+    """Wraps GradScaler and all of its subclasses.
 
-    ``scale`` is the factor of the loss in the backward pass that runs, or ran last: 1 where it began at a tensor that
-    no scaler scaled. ``on_unscaling`` is called with an optimizer before a scaler divides its gradients, ``on_skipped``
-    when a scaler has skipped its step.
+    ``scale`` is the loss scale of the current or last backward pass: 1 if no scaler scaled its loss. ``on_unscaling``
+    is called with an optimizer before a scaler unscales its gradients, ``on_skipped`` when a scaler has skipped its
+    step.
 
-    Facts of a step: ``scaled``: whether a scaler made it, and ``scale``, the one in force then. ``found``: in how many
-    devices' gradients that scaler found an infinity or a NaN. ``bad``: how many parameters have gradients that are not
-    finite. ``broken``: how many parameters are not finite after the step, and were before. ``moved``: whether a skipped
-    step changed weights (how many of them) or the optimizer's state.
+    Facts of a step: ``scaled``: whether a scaler took it; ``scale``: the loss scale at that time. ``found``: on how
+    many devices the scaler found gradients with an infinity or a NaN. ``bad``: how many parameters have gradients that
+    are not finite. ``broken``: how many parameters were finite before the step, and are not after it. ``moved``: how
+    many parameters, and how many tensors of the optimizer's state, a skipped step changed.
     Facts of a backward pass: ``scale``.
     """
 
@@ -54,15 +54,15 @@ class LossScale(WrappingObserver):
         follow_scaled_steps(self._around_step)
 
     def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
-        """A pass whose loss is not scaled has the scale 1; a scaled loss says so when the pass reaches it."""
+        """Assume the scale 1. If the loss is scaled, its hook sets the scale when the pass reaches it."""
         self.scale = 1.0
 
     def backward_ends(self, number: int) -> Facts | None:
         return {"scale": self.scale}
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Note which weights are finite, where gradients are not."""
-        if self._stepping is not None:  # whichever it is, of wrappers and what is inside them
+        """If some gradients are not finite, note which parameters are."""
+        if self._stepping is not None:  # either a wrapper or the optimizer inside it
             self._stepping, self._stepped = optimizer, True
         bad = _bad(optimizer)
         self._finite = [_is_finite(parameter) for parameter in parameters_of(optimizer)] if bad else []
@@ -83,7 +83,7 @@ class LossScale(WrappingObserver):
         return facts
 
     def pending_scale(self, optimizer: Optimizer) -> float:
-        """Return the factor that is still in the gradients of an optimizer: 1 once they are unscaled."""
+        """Return the loss scale that is still in the gradients of an optimizer: 1 once they are unscaled."""
         return 1.0 if optimizer in self._unscaled else self.scale
 
     def _around_scale(self, original: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
@@ -130,7 +130,7 @@ class LossScale(WrappingObserver):
         return result
 
     def _look_for_skip(self, scaler: Any, given: Optimizer, optimizer: Optimizer) -> None:
-        """Report a step that the scaler has not made, and not because nobody saw it."""
+        """Report a step if the scaler skipped it, but not if it was taken without being observed."""
         state = scaler._per_optimizer_states[id(given)]
         found = int(sum(float(one) for one in state["found_inf_per_device"].values()))
         if self._stepped or not (found or _prints(optimizer) == self._before):
@@ -140,7 +140,7 @@ class LossScale(WrappingObserver):
 
 
 def _innermost(optimizer: Any) -> Optimizer:
-    """Return the optimizer of torch inside wrappers, such as Accelerate's, that have it as ``optimizer``."""
+    """Return the optimizer of torch inside wrappers that hold it as ``optimizer``, such as Accelerate's."""
     while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = optimizer.optimizer
     assert isinstance(optimizer, Optimizer)
@@ -159,7 +159,7 @@ def _prints(optimizer: Optimizer) -> dict[str, int]:
 
 
 def _moved(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
-    """Return how many weights, and how many tensors of the state, are others; state that is new has not moved."""
+    """Return how many weights and how many tensors of the state changed. New state does not count."""
     changed = [name for name, value in before.items() if after.get(name, value) != value]
     weights = sum(name.startswith("weights") for name in changed)
     return {"weights": weights, "state": len(changed) - weights}

@@ -1,8 +1,8 @@
 """Replays one optimizer step of one parameter on copies: in the parameter's own precision, and in float64.
 
-A twin of the optimizer, of the same class and with the same options, has that parameter alone, with copies of its
-gradient and state. Nothing of the training is touched: a class that torch does not bring along runs under a guard that
-ends the replay before an operation reads or writes the training's tensors, or communicates.
+A twin is an optimizer of the same class and with the same options that has only this parameter, with copies of its
+gradient and state. Nothing of the training is touched: if the class is not one of torch's own, a guard ends the replay
+before an operation reads or writes the training's tensors, or communicates.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ENTRY_BY_ENTRY = frozenset(
 _COMMUNICATION = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 
 Attributes = Callable[[str, Any], Any]
-"""Replaces an attribute or an option of an optimizer, which it gets with its name."""
+"""Called with the name and the value of an attribute or option of an optimizer, and returns its replacement."""
 
 
 class NotReplayable(Exception):  # noqa: N818 - it is a statement about the optimizer, not an error of the program
@@ -56,10 +56,10 @@ class NeedsOtherRanks(NotReplayable):
 
 @dataclass(frozen=True, eq=False)
 class ReplayedStep:
-    """The right weights after a step, float64, and the same step in the parameter's own precision.
+    """The right weights after a step, in float64, and those after the same step in the parameter's own precision.
 
-    ``traced``: that step with the arithmetic of compiled code, None where nothing is compiled. ``lowered``: whether it
-    computes in 16 bits although the weights have more.
+    ``traced``: the weights with the arithmetic of compiled code, None if nothing is compiled. ``lowered``: whether the
+    step computes in 16 bits although the weights have more.
     """
 
     exact: Tensor
@@ -74,16 +74,16 @@ def is_of_torch(optimizer: Optimizer) -> bool:
 
 
 def stepping(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer whose step changes weights: of ZeroRedundancyOptimizer the one inside, with its share."""
+    """Return the optimizer whose step changes weights: the inner one for ZeroRedundancyOptimizer, with its share."""
     inner = getattr(optimizer, "optim", None)
     is_zero = type(optimizer).__name__ == "ZeroRedundancyOptimizer" and isinstance(inner, Optimizer)
     return inner if is_zero else optimizer  # type: ignore[return-value]
 
 
 def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the groups with which the optimizer that changes weights is going to step.
+    """Return the parameter groups with which the optimizer that changes weights will step.
 
-    A wrapper hands its options, such as the learning rate, to the one inside only within the step.
+    A wrapper passes its options, such as the learning rate, to the inner optimizer only during the step.
     """
     inner = stepping(optimizer)
     if inner is optimizer:
@@ -120,7 +120,7 @@ def is_entry_by_entry(optimizer: Optimizer) -> bool:
 
 
 def replayed(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, guard: Guard) -> ReplayedStep:
-    """Return what the optimizer's next step makes of one parameter, which must have a gradient.
+    """Return the result of the optimizer's next step for one parameter, which must have a gradient.
 
     Raises:
         NotReplayable: the step of a copy fails.
@@ -143,7 +143,7 @@ def replayed(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, gua
 def exactly_stepped(
     optimizer: Optimizer, group: dict[str, Any], given: StepInput, attributes: Attributes | None = None
 ) -> tuple[Tensor, bool]:
-    """Return the weights after a step in float64 throughout, and whether the class itself computes in 16 bits."""
+    """Return the weights after a step all in float64, and whether the class itself computes in 16 bits."""
     if is_entry_by_entry(optimizer):
         return stepped(optimizer, group, given, exact=True), False
     widened = Widened()
@@ -159,7 +159,7 @@ def exactly_stepped(
 
 @contextmanager
 def replaying(optimizer: Optimizer, guard: Guard, *, communicates: bool = False) -> Iterator[None]:
-    """Step twins inside: an exception of the class is a reason not to judge it.
+    """A context for stepping twins. An exception of the optimizer's class becomes a reason not to judge it.
 
     Raises:
         NotReplayable: the step of a copy fails.
@@ -169,7 +169,7 @@ def replaying(optimizer: Optimizer, guard: Guard, *, communicates: bool = False)
             yield
     except NotReplayable:
         raise
-    except Exception as error:  # what another class does with its copy is not known beforehand
+    except Exception as error:  # a class that is not torch's own can raise anything
         name = type(optimizer).__name__
         raise NotReplayable(f"stepping a copy of {name} failed ({type(error).__name__}: {error})") from error
 
@@ -186,7 +186,7 @@ class Guard:
 
     @contextmanager
     def around(self, optimizer: Optimizer, *, communicates: bool = False) -> Iterator[None]:
-        """Make one replay harmless; random numbers that it draws are drawn again by the training.
+        """Make one replay harmless. The random numbers that it draws do not advance the training's generators.
 
         ``communicates``: the replay may communicate, because all ranks take part.
         """
@@ -218,11 +218,11 @@ _COPIES = frozenset(
     {torch.ops.aten.clone.default, torch.ops.aten._to_copy.default, torch.ops.aten.detach.default,
      torch.ops.aten.alias.default}
 )  # fmt: skip
-"""What the replay itself does with the training's tensors. None of them writes."""
+"""Operations that the replay itself applies to the training's tensors. None of them writes."""
 
 
 def _is_anything_compiled() -> bool:
-    """Return whether torch.compile has seen a frame; whether this step was among them, is not told."""
+    """Return whether torch.compile has seen a frame. It is unknown whether this step was among them."""
     utils = sys.modules.get("torch._dynamo.utils")
     return utils is not None and bool(utils.counters["frames"])
 
@@ -238,7 +238,7 @@ def _tensors(values: Any) -> Iterable[Tensor]:
 
 
 def memory(tensor: Tensor) -> int:
-    """Return the address of a tensor's memory, 0 where it has none of its own (sparse tensors, wrappers)."""
+    """Return the address of a tensor's memory; 0 if it has none of its own (sparse tensors, wrappers)."""
     try:
         return local(tensor).untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):

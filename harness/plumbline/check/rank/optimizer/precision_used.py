@@ -1,4 +1,4 @@
-"""Notes in which precision a training really computes: dtypes, autocast, what matrix products may round, comm hooks."""
+"""Notes the precision in which a training really computes: dtypes, autocast, flags for matrix products, comm hooks."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from plumbline.recording.patching import wrap
 
 
 class PrecisionUsed(WrappingObserver):
-    """Notes what is in force; the script's own settings are not changed.
+    """Notes the settings that are in force, and changes none.
 
-    Facts of a step: ``parameters`` and ``gradients``: entries by dtype; ``devices``: the parameters' kinds of device.
-    ``autocast``: how often since the optimizer's last step autocast was entered with gradients enabled, by device and
-    dtype (``off`` where it was entered to disable it).
-    Facts of a backward pass: ``autocast``: those in force when it began, although backward passes should run outside.
+    Facts of a step: ``parameters`` and ``gradients``: numbers of entries by dtype; ``devices``: the parameters' device
+    types. ``autocast``: how often autocast was entered with gradients enabled since any optimizer's last step, by
+    device and dtype (``off`` if it was entered to disable it).
+    Facts of a backward pass: ``autocast``: the dtypes in force when it began, although it should run outside autocast.
     Facts of the process: ``flags`` of torch, and ``hooks``: names of communication hooks of DistributedDataParallel.
     """
 
@@ -44,7 +44,7 @@ class PrecisionUsed(WrappingObserver):
             wrap(DistributedDataParallel, name, self._around_register)
 
     def found(self, one: Any) -> None:
-        # A private name: where a version of torch lacks it, hooks of wrappers made before are not known.
+        # A private name: if this version of torch lacks it, the hooks of existing wrappers are unknown.
         if isinstance(one, DistributedDataParallel):
             self._hooks += [_name(hook) for hook, _ in getattr(one, "_comm_hooks", ())]
 
@@ -58,7 +58,7 @@ class PrecisionUsed(WrappingObserver):
         return {"autocast": self._in_backward}
 
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
-        """Return the dtypes of this step, and which autocasts came before."""
+        """Return the dtypes of this step, and the autocast uses before it."""
         entered, self._entered = self._entered, Counter()
         weights: Counter[str] = Counter()
         gradients: Counter[str] = Counter()
@@ -97,7 +97,7 @@ def _name(hook: Any) -> str:
 
 
 def _flags() -> Facts:
-    """Return what torch allows to be rounded; the older of two spellings may raise once a script used the newer."""
+    """Return torch's precision flags. An older name of a flag can raise once the script has used the newer one."""
     questions: dict[str, Callable[[], Any]] = {
         "matmul": torch.get_float32_matmul_precision,
         "cudnn_tf32": lambda: bool(torch.backends.cudnn.allow_tf32),

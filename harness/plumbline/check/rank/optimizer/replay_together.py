@@ -1,8 +1,9 @@
-"""Replays steps that one rank cannot replay alone: of whole parameters, gathered from the ranks that hold them.
+"""Replays steps that one rank cannot replay alone, on whole parameters gathered from the ranks that hold them.
 
-A twin steps each whole parameter in a world of one rank, which is what the step should come to. Where parameters are
-sharded, another twin steps the shards, and communicates as the optimizer does: in float64 it has to agree with the
-first one, and then its rounding is the optimizer's own. Known mistakes are stepped as well, for the judge to compare.
+A twin (a copy of the optimizer) steps each whole parameter in a world of one rank. This gives the right result. If
+parameters are sharded, another twin steps the shards, and communicates as the optimizer does. If it agrees with the
+first twin in float64, its rounding is the optimizer's own. Known mistakes are stepped as well, for the judge to
+compare.
 """
 
 from __future__ import annotations
@@ -38,18 +39,18 @@ Numbered = tuple[int, dict[str, Any], Any]
 """A parameter's number in the optimizer's groups, its group, and the parameter."""
 
 _NUDGES = 2
-"""Steps with a gradient that is rounded otherwise: they show how much the update depends on that."""
+"""Number of steps with a gradient that is rounded differently. They show how much the update depends on rounding."""
 
 NEARLY = 0.1
-"""How far an update may be from another one that is nearly the same, as a part of it.
+"""Relative distance up to which two updates count as nearly the same.
 
-Chosen: it withholds an accusation of what changes little, such as the epsilon of Adam.
+Chosen: changes with little effect, such as that of Adam's epsilon, are not accused.
 """
 
 _AGREE = 1e-6
-"""How near both twins come in float64, as a part of the update: iterations make its rounding some 1,000 × larger.
+"""Relative distance in float64 up to which both twins agree. Iterations make the rounding some 1,000 × larger.
 
-Chosen: where they are farther apart, the twin that communicates is not used.
+Chosen: if the twins are farther apart, the one that communicates is not used.
 """
 
 
@@ -60,15 +61,16 @@ _SCALES: tuple[Callable[[int, int], float], ...] = (
     lambda rows, columns: (rows / columns) ** 0.5,
     lambda rows, columns: (rows * columns) ** 0.5,
 )
-"""How optimizers of matrices scale the learning rate by the shape."""
+"""How matrix optimizers scale the learning rate by the shape."""
 
 
 @dataclass(frozen=True, eq=False)
 class WholeDue:
-    """One whole parameter before its step, by segments.
+    """One whole parameter before its step, with its possible updates, as segments.
 
-    ``right``: updates in its own precision; ``exact``: that in float64. ``noise``: the distance of the former from the
-    latter. ``tight``: how far a right update may be from one of ``right``. ``others``: updates after known mistakes.
+    ``right``: right updates in the parameter's own precision; ``exact``: the update in float64. ``noise``: the distance
+    between the two. ``unit``: one rounding. ``tight``: how far a right update can be from one of ``right``. ``others``:
+    updates with known mistakes.
     """
 
     before: Tensor
@@ -80,7 +82,7 @@ class WholeDue:
     others: dict[str, Tensor] = field(default_factory=dict)
 
     def compared(self, parameter: Tensor) -> tuple[list[float], Facts]:
-        """Return how far the step is from the right one: a row, without its number, and what it is like."""
+        """Compare the actual update: return the row for ``UpdateReplay``, without a number, and the ``close`` facts."""
         made = _segment(whole(parameter.detach())) - self.before
         nearest = min(float((made - one).norm()) for one in self.right)
         right = self.right[0]
@@ -93,7 +95,7 @@ class WholeDue:
 
 
 class ReplayTogether:
-    """Replays steps together with other ranks, which have to take the same ones."""
+    """Replays steps together with other ranks, which have to take the same steps."""
 
     def __init__(self) -> None:
         self._exchanges: dict[tuple[int, ...], Exchange] = {}
@@ -102,7 +104,7 @@ class ReplayTogether:
     def replay(
         self, optimizer: Optimizer, numbered: Sequence[Numbered], guard: Guard
     ) -> Iterator[tuple[int, WholeDue | str]]:
-        """Yield for each parameter what its step should come to, or why it cannot be judged.
+        """Yield for each parameter its right update, or why it cannot be judged.
 
         Raises:
             NotReplayable: the ranks do not replay this step.
@@ -119,7 +121,7 @@ class ReplayTogether:
             raise NotReplayable(self._obstacle) from error
 
     def all_agree(self, parameters: Sequence[Tensor], answer: bool) -> bool:
-        """Return whether every rank that holds the parameters says yes."""
+        """Return whether ``answer`` is true on every rank that holds the parameters."""
         try:
             every = {_ranks_of(one): None for one in parameters}
             said = [self._exchange(ranks).values(answer) for ranks in every]
@@ -151,7 +153,7 @@ class ReplayTogether:
 
 
 class _Replay:
-    """The twins of one parameter's step."""
+    """Steps the twins of one parameter."""
 
     def __init__(
         self,
@@ -171,7 +173,7 @@ class _Replay:
         self._on_mesh = False
 
     def due(self, of: WholeInput) -> WholeDue | str:
-        """Return what the step should come to, or why that is not known: the same kind of answer on all ranks."""
+        """Return the right update, or why it is unknown. All ranks return the same kind of answer."""
         given: StepInput | None = None
         with self._agreed() as agreed:
             of.require_memory()
@@ -212,16 +214,16 @@ class _Replay:
         nudged = [_segment(self._step(_nudged(given, seed))) - start for seed in range(_NUDGES)]
         spread = max(float((one - right).norm()) for one in nudged)
         due = WholeDue(start, [right], truth, noise, unit, max(unit, spread))
-        if averaged:  # the step may as well add up gradients that the loss has divided by the number of ranks
+        if averaged:  # the step may instead sum gradients of a loss that was divided by the number of ranks
             added = StepInput(before, given.gradient * dist.get_world_size(), given.state)
             self._add_one_that_adds(due, _segment(self._step(added)) - start)
         self._add_known_mistakes(due, given)
         return due
 
     def _add_one_that_adds(self, due: WholeDue, update: Tensor) -> None:
-        """Add the update of the sum over ranks; it is right whatever the loss is where the mean gives nearly the same.
+        """Add the update for the sum over ranks. If the mean gives nearly the same, it is right whatever the loss is.
 
-        Optimizers that normalise gradients do so.
+        This is so for optimizers that normalise gradients.
         """
         right = due.right[0]
         if float((update - right).norm()) <= NEARLY * float(right.norm()):
@@ -232,7 +234,7 @@ class _Replay:
     def _step(self, given: StepInput, *, exact: bool = False, **options: Any) -> Tensor:
         """Return the whole weights after a step in a world of one rank."""
         optimizer, group = self._optimizer, {**self._group, **options}
-        # The classes of torch communicate only by DTensors.
+        # The classes of torch communicate only through DTensors.
         world = nullcontext() if is_of_torch(optimizer) else alone()
         with world, replaying(optimizer, self._guard, communicates=True):
             if self._on_mesh:
@@ -269,7 +271,7 @@ class _Replay:
             due.others[f"scaled {factor:.4g}"] = right + (factor - 1) * rest
 
     def _factors(self) -> set[float]:
-        """Return by what an update is off if ranks average it, or scale the learning rate by the shape of a shard."""
+        """Return by what an update is off if ranks average it, or scale the learning rate by their shard's shape."""
         world, whole_shape, own = dist.get_world_size(), self._parameter.shape, local(self._parameter).shape
         factors = {1 / world}
         if len(own) > 1 and own.numel():
@@ -283,7 +285,7 @@ class _Replay:
             return
 
     def _add_by_shard(self, due: WholeDue) -> None:
-        """Add the update where each rank takes its shard for the whole parameter."""
+        """Add the update that results if each rank mistakes its shard for the whole parameter."""
         shard = StepInput.of(self._optimizer, self._parameter)
         after = torch.zeros_like(shard.weights)
         with self._agreed() as agreed:
@@ -293,7 +295,7 @@ class _Replay:
             due.others["by-shard"] = _segment(whole(like_shard(after, self._parameter))) - due.before
 
     def _add_communicating(self, due: WholeDue) -> None:
-        """Add the rounding of a twin that communicates, if it agrees with the first one in float64."""
+        """Add the update of a twin that communicates, if it agrees with the first twin in float64."""
         optimizer, parameter = self._optimizer, self._parameter
         state = dict(optimizer.state[parameter]) if parameter in optimizer.state else None
         given = StepInput(parameter.detach(), parameter.grad.detach(), state)
@@ -305,7 +307,7 @@ class _Replay:
 
 
 class _Agreed:
-    """A context for what each rank does by itself: ``why`` it failed on some rank, "" if it did on none."""
+    """A context for what each rank does by itself. ``why``: why it failed on some rank, "" if it did on none."""
 
     def __init__(self, values: Callable[[Any], list[Any]]) -> None:
         self._values = values
@@ -331,14 +333,14 @@ def _by_ranks(numbered: Sequence[Numbered]) -> dict[tuple[int, ...], list[Number
 
 
 def _ranks_of(parameter: Any) -> tuple[int, ...]:
-    """Return the ranks that hold a parameter: those of a DTensor's mesh, of another one all."""
+    """Return the ranks that hold a parameter: those of a DTensor's mesh, and all for other parameters."""
     if local(parameter) is parameter:
         return tuple(range(dist.get_world_size()))
     return tuple(sorted(parameter.device_mesh.mesh.flatten().tolist()))
 
 
 def _nudged(given: StepInput, seed: int) -> StepInput:
-    """Return the same input with a gradient whose entries are each one rounding larger or smaller."""
+    """Return the same input with each entry of the gradient one rounding larger or smaller."""
     gradient = given.gradient
     generator = torch.Generator().manual_seed(seed)
     signs = torch.randint(2, gradient.shape, generator=generator).to(gradient.device) * 2 - 1

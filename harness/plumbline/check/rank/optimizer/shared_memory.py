@@ -1,4 +1,4 @@
-"""Where in the machine's memory a tensor lies, if other processes may have it too."""
+"""Finds where tensors are in memory that other processes can share."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def shared_places(tensors: Iterable[Tensor]) -> dict[int, str]:
-    """Return the place of each tensor in shared memory by its number, the same in every process that has it.
+    """Return each tensor's place in shared memory, by its number. It is the same in every process that shares it.
 
-    A place is the host, the mapped file and the offset in it. Tensors in a process's own memory, and on accelerators,
-    are left out, as are all of them where the system has no ``/proc/self/maps``.
+    A place is the host, the mapped file and the offset in the file. Tensors in a process's own memory or on
+    accelerators are left out. If the system has no ``/proc/self/maps``, all tensors are left out.
     """
     addresses = {
         number: tensor.data_ptr()

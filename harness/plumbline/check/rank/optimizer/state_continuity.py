@@ -1,4 +1,4 @@
-"""Notes where an optimizer's state is another one at the beginning of a step than at the end of the step before."""
+"""Notes if an optimizer's state at the beginning of a step differs from the state at the end of the step before."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from plumbline.recording.sharding import local
 
 
 class StateContinuity(Observer):
-    """Notes fingerprints of the state of each parameter: of tensors of several entries that are not all zero.
+    """Notes fingerprints of each parameter's state. Only tensors of several entries that are not all zero count.
 
-    Facts of a step: ``held``, the numbers of the parameters that have such a state before it; ``changed``, for each
-    whose state changed since the last step its number and both fingerprints, 0 where there is no such state; ``anew``,
-    the numbers of those without such a state to which another optimizer of this class, which had one, took a step
-    before this one was made.
+    Facts of a step: ``held``, the numbers of the parameters that have such a state before the step, or had it after the
+    last one; ``changed``, for each parameter whose state changed since the last step, its number and both fingerprints,
+    0 without such a state; ``anew``, the numbers of the parameters without such a state that another optimizer of this
+    class stepped, and had a state for, before this optimizer was created.
     """
 
     name = "optimizer-state"
@@ -34,17 +34,17 @@ class StateContinuity(Observer):
     def __init__(self) -> None:
         self._last: WeakKeyDictionary[Optimizer, dict[int, int]] = WeakKeyDictionary()
         self._facts: WeakKeyDictionary[Optimizer, Facts] = WeakKeyDictionary()
-        self._kinds: Any = WeakTensorKeyDictionary()  # parameter with such a state: the class of its last optimizer
+        self._kinds: Any = WeakTensorKeyDictionary()  # parameter with a state: the class of its last optimizer
         self._replaces: WeakKeyDictionary[Optimizer, set[int]] = WeakKeyDictionary()
 
     def optimizer_made(self, optimizer: Optimizer) -> None:
-        """Note which parameters it takes over from another optimizer of its class."""
+        """Note which parameters the optimizer takes over from another one of its class."""
         kind, parameters = type(optimizer), parameters_of(optimizer)
         self._replaces[optimizer] = {n for n, one in enumerate(parameters) if self._kinds.get(one) is kind}
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Compare the state with that after the last step."""
-        if optimizer in self._facts:  # its closure computes gradients again in the same step
+        """Compare the state with the state after the last step."""
+        if optimizer in self._facts:  # its closure recomputes gradients in the same step
             return
         now = _states(optimizer)
         last = self._last.get(optimizer, now)
@@ -69,7 +69,7 @@ class StateContinuity(Observer):
 
 
 def _states(optimizer: Optimizer) -> dict[int, int]:
-    """Return the fingerprint of each parameter's state, by its identity."""
+    """Return the fingerprint of each parameter's state, by the parameter's id."""
     states = stepping(optimizer).state
     return {id(one): _fingerprint(states[one]) if one in states else 0 for one in parameters_of(optimizer)}
 

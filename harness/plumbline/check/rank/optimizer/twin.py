@@ -1,4 +1,4 @@
-"""Steps a twin of an optimizer, which has one parameter: in the parameter's own precision, or in float64 throughout."""
+"""Steps a twin: a copy of an optimizer with a single parameter, in the parameter's own precision or all in float64."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from plumbline.recording.sharding import local
 
 _IMPLEMENTATIONS = ("fused", "foreach", "capturable")
-"""Options that choose among implementations of one step."""
+"""Options that choose among implementations of the same step."""
 
 _WIDER = {
     torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64,
@@ -33,7 +33,7 @@ def norm_in_float64(tensor: Tensor) -> float:
 
 @dataclass(frozen=True, eq=False)
 class StepInput:
-    """What an optimizer's step of one parameter begins with."""
+    """The input of an optimizer's step for one parameter."""
 
     weights: Tensor
     gradient: Tensor
@@ -41,20 +41,20 @@ class StepInput:
 
     @staticmethod
     def of(optimizer: Optimizer, parameter: Tensor) -> StepInput:
-        """Return what this rank holds of a parameter, which has a gradient."""
+        """Return this rank's part of a parameter, which has a gradient."""
         assert parameter.grad is not None
         own = state_of(optimizer, parameter)
         state = None if own is None else map_state(own, local)
         return StepInput(local(parameter.detach()), local(parameter.grad.detach()), state)
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> StepInput:
-        """Return the same with each tensor changed."""
+        """Return the same input with each tensor changed."""
         state = None if self.state is None else map_state(self.state, change)
         return replace(self, weights=change(self.weights), gradient=change(self.gradient), state=state)
 
 
 class Widened(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Turns casts to a lower precision into casts to float64. ``lowered``: whether there were any to 16 bits."""
+    """Turns casts to a lower precision into casts to float64. ``lowered``: whether any of them was to 16 bits."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -80,9 +80,9 @@ def stepped(
 ) -> Tensor:
     """Return the weights after one step of a twin of the optimizer.
 
-    ``exact`` is in float64. ``traced`` is as compiled code computes it: there the number of the step, and what follows
-    from it, are tensors in float32, where a plain step has Python's numbers; 1 - β₂ at the first step is off by 3e-5.
-    ``attributes`` replaces attributes and options of the optimizer, which it gets with their names.
+    ``exact``: compute in float64. ``traced``: compute as compiled code does, in which the number of the step and values
+    derived from it are float32 tensors instead of Python numbers; 1 - β₂ at the first step is then off by 3e-5.
+    ``attributes`` is called with the name and the value of each attribute and option, and returns its replacement.
     """
     attributes = attributes or (lambda name, value: value)
     own = torch.nn.Parameter(_copied(given.weights, exact))
@@ -102,14 +102,14 @@ def stepped(
     if (exact or traced) and not _unscaled(twin, own.grad):
         return own.detach()
     with _as_if_compiled() if traced else nullcontext():
-        # Without what torch and others have wrapped around it: hooks would count this as a step of the training.
+        # Call the bare method: the hooks that torch and others wrap around it would count this as a training step.
         inspect.unwrap(type(optimizer).step)(twin)
     return own.detach()
 
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Run functions that the script compiled as they are written, so that their operations can be followed."""
+    """Run the script's compiled functions without compilation, so that their operations can be intercepted."""
     set_stance = getattr(torch.compiler, "set_stance", None)  # since torch 2.6
     with nullcontext() if set_stance is None else set_stance("force_eager"):
         yield
@@ -117,7 +117,7 @@ def uncompiled() -> Iterator[None]:
 
 @contextmanager
 def _as_if_compiled() -> Iterator[None]:
-    """Let optimizers compute as they do where torch.compile traces them, without tracing them."""
+    """Let optimizers compute as under torch.compile, without tracing them."""
     compiler: Any = torch.compiler
     before = compiler._is_compiling_flag
     compiler._is_compiling_flag = True
@@ -128,9 +128,9 @@ def _as_if_compiled() -> Iterator[None]:
 
 
 def _unscaled(twin: Optimizer, gradient: Tensor) -> bool:
-    """Divide by the loss scale what a fused optimizer would; return False where it would skip the step.
+    """Divide by the loss scale as a fused optimizer would; return False if it would skip the step.
 
-    GradScaler sets both attributes for the time of a step (``_step_supports_amp_scaling``).
+    GradScaler sets ``found_inf`` and ``grad_scale`` for the duration of a step (``_step_supports_amp_scaling``).
     """
     found, scale = (twin.__dict__.pop(name, None) for name in ("found_inf", "grad_scale"))
     if scale is not None:
@@ -139,7 +139,7 @@ def _unscaled(twin: Optimizer, gradient: Tensor) -> bool:
 
 
 def _options(group: dict[str, Any], dtype: torch.dtype, exact: bool) -> dict[str, Any]:
-    """Return a group's options; in float64 without the implementations that only some dtypes and devices have."""
+    """Return a group's options. For float64, turn off implementations that only some dtypes and devices have."""
     if not exact:
         return {key: _copied(value, exact) for key, value in group.items() if key != "params"}
     options = {key: _number(value) for key, value in group.items() if key != "params"}
@@ -148,13 +148,13 @@ def _options(group: dict[str, Any], dtype: torch.dtype, exact: bool) -> dict[str
             options[key] = False
     epsilon = options.get("eps")
     if isinstance(epsilon, (tuple, list)) and epsilon and epsilon[0] is None:
-        # Adafactor takes the rounding unit of the parameter's dtype, which is not that of its copy.
+        # Adafactor uses the machine epsilon of the parameter's dtype, and its copy has another dtype.
         options["eps"] = (torch.finfo(dtype).eps, *epsilon[1:])
     return options
 
 
 def _number(value: Any) -> Any:
-    """Return an option with numbers in place of tensors of one entry, which would bring their dtype with them."""
+    """Return an option with tensors of one entry replaced by numbers, because such a tensor would impose its dtype."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     if type(value) in (tuple, list):
@@ -163,7 +163,7 @@ def _number(value: Any) -> Any:
 
 
 def _own(value: Any) -> Any:
-    """Return a copy that shares nothing that a step may change; modules are shared, and what belongs to the ranks."""
+    """Return a copy that shares nothing that a step can change. Modules, process groups and meshes are shared."""
     return value if is_of_ranks(value) or isinstance(value, torch.nn.Module) else copy.deepcopy(value)
 
 
@@ -174,9 +174,10 @@ def _copied_attribute(value: Any, exact: bool) -> Any:
 
 
 def state_of(optimizer: Optimizer, parameter: Tensor, rank: int = 0, ranks: int = 1) -> Mapping[str, Any] | None:
-    """Return the state of a parameter, None where this rank has none.
+    """Return the state of a parameter; None if this rank has none.
 
-    The first parameter of a group may hold the state of all as one stack, of which each of ``ranks`` has a run of rows.
+    The first parameter of a group can hold the state of all its parameters as one stack. Each of ``ranks`` ranks then
+    has consecutive rows of it.
     """
     group = _group_of(optimizer, parameter)
     stack = optimizer.state.get(group[0], {})
@@ -191,7 +192,7 @@ def state_of(optimizer: Optimizer, parameter: Tensor, rank: int = 0, ranks: int 
 
 
 def has_share(optimizer: Optimizer, parameter: Tensor) -> bool:
-    """Return whether this rank has the state of a part of a group, as a stack that its first parameter holds."""
+    """Return whether this rank has the state of only a part of a group, stacked in the state of its first parameter."""
     group = _group_of(optimizer, parameter)
     if any(one in optimizer.state for one in group[1:]):
         return False
@@ -222,7 +223,7 @@ def is_of_ranks(value: Any) -> bool:
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether a value consists of numbers, words and types alone."""
+    """Return whether a value consists only of numbers, strings, dtypes and devices."""
     if isinstance(value, Tensor):
         return value.dim() == 0
     if isinstance(value, dict):

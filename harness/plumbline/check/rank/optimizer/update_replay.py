@@ -1,4 +1,4 @@
-"""Notes how far the weights are, after each optimizer step, from what the step makes of them in float64."""
+"""Notes how far the weights are, after each optimizer step, from the result of the same step in float64."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ from plumbline.recording.sharding import is_data_parallel_shard, is_laid_out_oth
 class _Due:
     """One parameter before its step: weights, segments of the right and the native update, noise, one rounding.
 
-    ``native`` is None where the optimizer's class is one of torch's own, unless it ``lowers`` the precision itself.
+    ``native`` is the update in the parameter's own precision. It is None if the optimizer's class is one of torch's
+    own, unless the class itself ``lowers`` the precision.
     """
 
     before: Tensor
@@ -53,9 +54,9 @@ class _Due:
 
 @dataclass(eq=False)
 class _Pending:
-    """An optimizer between the beginning and the end of a step. ``why`` it cannot be judged, "" if it can.
+    """An optimizer between the beginning and the end of a step. ``why``: why it cannot be judged, "" if it can.
 
-    ``own``: the numbers of the parameters that this rank's step is about: all of them, but for shares of ranks.
+    ``own``: the numbers of the parameters that this rank's step updates: all of them, unless ranks have shares.
     """
 
     optimizer: Optimizer
@@ -71,26 +72,26 @@ class _Pending:
 class UpdateReplay(Observer):
     """Replays each step in float64 before it is taken, from the recorded weights, gradients and state.
 
-    Facts of a step, where parameters are numbered as in the optimizer's groups:
+    Facts of a step, in which parameters have their numbers in the optimizer's groups:
     ``class`` and ``of_torch``: the optimizer's class, and whether it is one of torch.optim's.
     ``why``: why the step as a whole cannot be judged, "" if it can.
-    ``hooks``: whether the script has hooks of its own on the step, which may change weights and gradients.
-    ``parameters``: for each one judged its number, the error, the noise, the lengths of the update that was due and of
-    the one that was made, their scalar product, the distance from the replay in the parameter's own precision (0 of
-    torch's own classes), and the size of one rounding. Lengths of large parameters are those of projections.
-    ``close``: of those that have to be as near to a replay in their own precision, by number: the distance from the
-    ``nearest`` one, how far rounding explains (``tight``), and for each known mistake the update's distance from what
-    it makes of the parameter, and the distance of that from the right one.
+    ``hooks``: whether the script has hooks of its own on the step, which can change weights and gradients.
+    ``parameters``: for each judged parameter: its number, the error, the noise, the norms of the right and of the
+    actual update, their scalar product, the distance from the replay in the parameter's own precision (0 for torch's
+    own classes), and the size of one rounding. Norms of large parameters are those of projections.
+    ``close``: for each parameter that must also match a replay in its own precision, by number: the distance from the
+    ``nearest`` such replay, the distance that rounding explains (``tight``), and for each known mistake the distance
+    from the actual update to the mistaken one, and from the mistaken one to the right one.
     ``unjudged``: numbers of parameters by the reason.
-    ``outside``: parameters with a gradient that changed since the last step of an optimizer that has them, or before
-    the first one since the first backward pass.
+    ``outside``: parameters with a gradient whose weights changed since the last step of an optimizer that has them, or,
+    before the first step, since the first backward pass.
     ``shared``: places in shared memory, by parameter.
-    ``rounded``: whether some weights are not right and all are bfloat16 numbers, although no parameter has that dtype.
+    ``rounded``: whether some weights are wrong and all are bfloat16 numbers, although no parameter has that dtype.
 
-    Steps that no rank can replay alone are replayed by all ranks together, each of them the whole parameter.
+    Steps that no rank can replay alone are replayed by all ranks together, on whole parameters.
 
-    Memory: a copy of the weights, and one parameter with its state in float64. Of nested steps the innermost is
-    judged; of ZeroRedundancyOptimizer the step of the optimizer inside, with this rank's share.
+    Memory: a copy of the weights, and one parameter with its state in float64. If steps are nested, the innermost one
+    is judged. For ZeroRedundancyOptimizer, this is the step of the inner optimizer, with this rank's share.
     """
 
     name = "update"
@@ -104,7 +105,7 @@ class UpdateReplay(Observer):
         self._prints: Any = WeakTensorKeyDictionary()  # parameter: its fingerprint after the last step
 
     def start(self) -> None:
-        """Forget what was seen of steps before."""
+        """Forget earlier steps."""
         self.stop()
 
     def stop(self) -> None:
@@ -116,14 +117,14 @@ class UpdateReplay(Observer):
         self._optimizers.add(optimizer)
 
     def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
-        """Keep the fingerprints of weights that no recorded step has left."""
+        """Keep the fingerprints of weights that no recorded step has updated yet."""
         for parameter in (one for optimizer in self._optimizers for one in parameters_of(optimizer)):
             if parameter not in self._prints and not is_data_parallel_shard(parameter):
                 self._prints[parameter] = weights_print(parameter)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Replay the step that is to come."""
-        self._close(optimizer)  # of a step that raised
+        """Replay the step that is about to be taken."""
+        self._close(optimizer)  # left from a step that raised
         for outer in self._open:
             outer.why = "another optimizer takes this optimizer's step, and is judged in its place"
             outer.due.clear()
@@ -132,7 +133,7 @@ class UpdateReplay(Observer):
         self._open.append(pending)
         parameters = parameters_of(optimizer)
         pending.prints = list(map(weights_print, parameters))
-        # One without a gradient is the script's to change, as a correction that a forward keeps.
+        # The script may change a parameter without a gradient, such as a correction that a forward updates.
         known = zip(parameters, pending.prints, strict=True)
         pending.outside = [
             number
@@ -149,10 +150,10 @@ class UpdateReplay(Observer):
             pending.why = str(error)
             pending.due.clear()
             pending.together.clear()
-            pending.outside = []  # a step that evaluates the loss again is seen only from there on
+            pending.outside = []  # a step that evaluates the loss again is seen only after that
 
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
-        """Compare the weights with the replay's."""
+        """Compare the weights with the replayed ones."""
         pending = self._close(optimizer)
         if pending is None:
             return None
@@ -184,7 +185,7 @@ class UpdateReplay(Observer):
         pending.due.clear()
         pending.unjudged.clear()
         numbers = {id(parameter): number for number, parameter in enumerate(parameters_of(optimizer))}
-        of_torch = is_of_torch(stepping(optimizer))  # these communicate only by DTensors
+        of_torch = is_of_torch(stepping(optimizer))  # these communicate only through DTensors
         numbered = [
             (numbers[id(parameter)], group, parameter)
             for group in groups_of(optimizer)
@@ -200,7 +201,7 @@ class UpdateReplay(Observer):
         if of_torch:
             try:
                 _replay(pending, self._sample, among=lambda parameter: local(parameter) is parameter)
-            except NotReplayable as error:  # on this rank alone, perhaps: the others still count on it
+            except NotReplayable as error:  # perhaps on this rank alone: the others still rely on it
                 pending.unjudged[str(error)] += [n for n, one in enumerate(numbers) if n not in pending.together]
 
     def _is_whole(self, pending: _Pending, parameters: Sequence[Tensor], *, skipped: bool) -> bool:
@@ -209,7 +210,7 @@ class UpdateReplay(Observer):
         return not held or self._together.all_agree(held, not skipped)
 
     def _close(self, optimizer: Optimizer) -> _Pending | None:
-        """Take an optimizer, and everything that began inside its step, from those that step."""
+        """Remove and return an open step of an optimizer, with all steps that began inside it."""
         for place, pending in enumerate(self._open):
             if pending.optimizer is optimizer:
                 del self._open[place:]
@@ -248,7 +249,7 @@ def _due(optimizer: Optimizer, group: dict[str, object], parameter: Tensor, guar
     exact = _real(after.exact)
     rough = [_real(one) for one in (after.native, after.traced) if one is not None]
     noise = max(norm_in_float64(one - exact) for one in rough)
-    # A copy of a class that is not torch's own must repeat the step, so that the replay in float64 says something.
+    # A copy of a class that is not torch's own must repeat the step, or its replay in float64 proves nothing.
     judged_natively = after.lowered or not is_of_torch(optimizer)
     native = None if not judged_natively else _segment(rough[0].double() - _real(before), before.dtype)
     update = exact.sub_(_real(before))
@@ -258,10 +259,10 @@ def _due(optimizer: Optimizer, group: dict[str, object], parameter: Tensor, guar
 
 
 def _segment(update: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the segment of an update, float64, of weights of a dtype.
+    """Return the segment of a float64 update of weights of a dtype.
 
-    Projecting float32 numbers is far cheaper. That rounds an update by less than its addition to weights does, unless
-    these are float64.
+    Projecting float32 numbers is far cheaper. This rounds an update by less than adding it to the weights does, unless
+    the weights are float64.
     """
     return segment(update if dtype in (torch.float64, torch.complex128) else update.float())
 
@@ -269,7 +270,7 @@ def _segment(update: Tensor, dtype: torch.dtype) -> Tensor:
 def _compared(
     pending: _Pending, parameters: Sequence[Tensor], prints: Sequence[int], close: Facts
 ) -> list[list[float]]:
-    """Return the rows of all parameters that are judged, and put what has to be near to a replay in ``close``."""
+    """Return a row for each judged parameter. Fill ``close`` for those that must match a replay in their precision."""
     unjudged = {number for numbers in pending.unjudged.values() for number in numbers}
     rows: list[list[float]] = []
     for number, parameter in enumerate(parameters):
@@ -285,7 +286,7 @@ def _compared(
             if due.lowers:
                 close[str(number)] = {"nearest": repeated, "tight": due.unit, "others": {}}
         elif due is None and number in pending.own - unjudged and prints[number] != pending.prints[number]:
-            rows.append([number, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0])  # by how much is not known
+            rows.append([number, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0])  # the size of the error is unknown
     return rows
 
 
@@ -301,12 +302,12 @@ def _real(tensor: Tensor) -> Tensor:
 def _is_finite(gradient: Tensor) -> bool:
     own = local(gradient)
     values = own._values() if own.is_sparse else own
-    # A norm is far cheaper to compute; of numbers in float64 it may overflow.
+    # A norm is far cheaper to compute, but for float64 numbers it can overflow.
     return math.isfinite(norm_in_float64(values)) or bool(values.isfinite().all())
 
 
 def _are_bfloat16(parameters: Sequence[Tensor]) -> bool:
-    """Return whether all weights, of which none is stored as such, are bfloat16 numbers."""
+    """Return whether all weights are bfloat16 numbers, although they are stored in float32 or float64."""
     own = [_real(parameter) for parameter in parameters]
     return all(
         one.dtype in (torch.float32, torch.float64) and torch.equal(one.bfloat16().to(one.dtype), one) for one in own
@@ -314,7 +315,7 @@ def _are_bfloat16(parameters: Sequence[Tensor]) -> bool:
 
 
 def _overlapping(parameters: Sequence[Tensor]) -> set[int]:
-    """Return the numbers of parameters of which some entries lie in the memory of others."""
+    """Return the numbers of parameters that share some of their memory with others."""
     ranges = []
     for number, parameter in enumerate(parameters):
         own = local(parameter)

@@ -1,4 +1,4 @@
-"""A fingerprint of weights, which tells whether they have changed, also where the script writes to ``data``."""
+"""Fingerprints weights to detect whether they have changed, even if the script writes to ``data``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from plumbline.recording.sharding import is_data_parallel_shard, local
 
 
 def weights_print(parameter: Tensor) -> int:
-    """Return the fingerprint of what this rank holds of a parameter; 0 of tensors that do not show their bits."""
+    """Return the fingerprint of this rank's part of a parameter; 0 if the bits of the tensor are not accessible."""
     try:
         own = local(parameter.detach())
         own = torch.view_as_real(own) if own.is_complex() else own
@@ -20,9 +20,9 @@ def weights_print(parameter: Tensor) -> int:
 
 
 def written(parameter: Tensor) -> tuple[int, int]:
-    """Return what another value of tells that a parameter was written to: its version, and its fingerprint.
+    """Return the version and the fingerprint of a parameter. If either changes, the parameter was written to.
 
-    The version does not count what is written through ``data``. The memory of a shard that is gathered in place holds
-    now a part and now all of it, so its fingerprint is 0.
+    The version does not count writes through ``data``. The memory of a shard that is gathered in place holds sometimes
+    a part and sometimes all of the parameter, so its fingerprint is 0.
     """
     return int(parameter._version), 0 if is_data_parallel_shard(parameter) else weights_print(parameter)

@@ -21,11 +21,12 @@ from plumbline.recording.sharding import dtensors, local, whole
 Path = tuple[Any, ...]
 
 SHARD, TENSOR, VALUE, OTHER = "shard", "tensor", "value", "other"
-"""What a state has: a DTensor, another tensor, a number or word, or something that cannot be sent to other ranks."""
+"""Kinds of values in a state: a DTensor, another tensor, a number or string, or one that cannot be sent to other
+ranks."""
 
 
 def described(optimizer: Optimizer, parameter: Tensor) -> Facts:
-    """Return what this rank holds of a parameter, as JSON values."""
+    """Describe what this rank holds of a parameter, as JSON values."""
     gradient = parameter.grad
     return {
         "shape": list(local(parameter).shape),
@@ -36,9 +37,9 @@ def described(optimizer: Optimizer, parameter: Tensor) -> Facts:
 
 
 class WholeInput:
-    """The whole of one parameter, from what every rank holds of it.
+    """Gathers one whole parameter from what the ranks hold of it.
 
-    ``said`` is what each of the ``ranks`` has ``described``; all of them have to gather together.
+    ``said`` has what each of the ``ranks`` has ``described``. All of them have to gather together.
     """
 
     def __init__(self, optimizer: Optimizer, parameter: Tensor, ranks: Sequence[int], said: Sequence[Facts]) -> None:
@@ -51,14 +52,14 @@ class WholeInput:
 
     @property
     def has_own_gradients(self) -> bool:
-        """Whether ranks have gradients of their own, so that the step has to reduce them."""
+        """Whether the ranks have different gradients, so that the step has to reduce them."""
         return not self._is_sharded and len({one["gradient"] for one in self._said}) > 1
 
     def require_memory(self) -> None:
-        """Make sure that this rank can gather all of it, while no other rank waits for it in a collective.
+        """Check that this rank has enough memory to gather everything, before other ranks wait for it in a collective.
 
         Raises:
-            NotReplayable: less memory is free.
+            NotReplayable: too little memory is free.
         """
         states = max(len(one["state"]) for one in self._said)
         if not is_free(bytes_of_step(self._parameter, 1 + states), self._parameter.device):
@@ -68,7 +69,7 @@ class WholeInput:
         """Return the whole weights, gradient and state.
 
         Raises:
-            NotReplayable: it is not known how the ranks have divided them.
+            NotReplayable: ranks hold different weights, or it is not known how they divide the state.
         """
         assert self._parameter.grad is not None
         if not self._is_sharded and len({one["weights"] for one in self._said}) > 1:
@@ -80,7 +81,7 @@ class WholeInput:
         return StepInput(whole(self._parameter.detach()), self._gradient(), _nested(state) if state else None)
 
     def _gradient(self) -> Tensor:
-        """Return the gradient; where ranks have their own, the step has to average them."""
+        """Return the gradient. If ranks have different ones, return their mean, as the step has to compute it."""
         assert self._parameter.grad is not None
         own = self._parameter.grad.detach()
         if self._is_sharded:
@@ -92,7 +93,7 @@ class WholeInput:
         return own
 
     def _plan(self) -> Iterator[tuple[Path, str | int]]:
-        """Yield how to gather each value: by name, or from a rank; the same on all ranks."""
+        """Yield how to gather each value: a method's name, or the place of the rank that has it. All ranks agree."""
         states = [{_path(path): entry for path, *entry in one["state"]} for one in self._said]
         for path in dict.fromkeys(path for one in states for path in one):
             yield path, self._how([one.get(path) for one in states], path)
@@ -154,7 +155,7 @@ class WholeInput:
 
 
 def like_shard(tensor: Tensor, parameter: Any) -> Tensor:
-    """Return this rank's part of a tensor of a parameter's shape as a DTensor that is sharded as the parameter is."""
+    """Return a DTensor that is sharded like the parameter, from this rank's part of a tensor of the same shape."""
     shard: Tensor = dtensors().DTensor.from_local(
         tensor, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
         stride=parameter.stride(),
@@ -169,7 +170,7 @@ def _state(optimizer: Optimizer, parameter: Tensor) -> Mapping[str, Any]:
 
 
 def _described(value: Any) -> list[Any]:
-    """Return the kind of a value, and what is known of it: a tensor's shape, print, whether any is not 0, and dtype."""
+    """Return the kind of a value and its properties: a tensor's shape, fingerprint, whether it is nonzero, dtype."""
     if isinstance(value, Tensor):
         own = local(value.detach())
         if type(own) not in (Tensor, torch.nn.Parameter) or own.is_sparse:
@@ -203,7 +204,7 @@ def _path(given: Sequence[Any]) -> Path:
 
 
 def _nested(leaves: Mapping[Path, Any]) -> Any:
-    """Return the state that has these leaves: places in lists are numbers."""
+    """Return the state that has these leaves. Integer keys are positions in lists."""
     if set(leaves) == {()}:
         return leaves[()]
     below: dict[Any, dict[Path, Any]] = {}

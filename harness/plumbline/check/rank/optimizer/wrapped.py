@@ -1,4 +1,4 @@
-"""An observer that takes notes inside of functions and methods of torch, and cannot fail in the script's place."""
+"""An observer that takes notes inside functions and methods of torch, without raising its own errors in the script."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from plumbline.recording.observer import Observer
 
 
 class WrappingObserver(Observer):
-    """An observer that wraps functions of torch. It takes notes between ``start`` and ``stop``, and while it is well.
+    """An observer that wraps functions of torch. It takes notes between ``start`` and ``stop``, until it fails.
 
-    ``error`` says why it takes no notes any more, "" while it does.
+    ``error`` says why it takes no more notes, "" while it does.
     """
 
     essential = True
@@ -25,9 +25,9 @@ class WrappingObserver(Observer):
 
     @contextmanager
     def notes(self) -> Iterator[None]:
-        """Keep an exception in the body, which takes notes, from the script."""
+        """Keep exceptions in the body, which takes notes, away from the script."""
         try:
             yield
-        except Exception as error:  # whatever it is, it is not the script's
+        except Exception as error:  # any error here is the observer's, not the script's
             self.recording = False
             self.error = f"{type(error).__name__}: {error}"

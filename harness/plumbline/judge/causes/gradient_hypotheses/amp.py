@@ -15,12 +15,12 @@ from plumbline.judge.oracle.noise import absolute_sum, distance, length, limit, 
 from plumbline.judge.oracle.oracle import Oracle, clipped, mean_gradient
 
 ROUGH = 10.0
-"""Roundings to 16 bits add up to more than this part of half a unit in the last place: their root mean square is 0.6 of
-it. It says only by which name wrong gradients are called."""
+"""Rounding to 16 bits makes errors larger than 1 / ROUGH of half a unit in the last place: their root mean square is
+0.6 of it. This only decides how wrong gradients are named."""
 
 NEAR = 4.0
-"""A gradient that was computed otherwise is so many times nearer to that one. It only decides how a wrong one is named.
-"""
+"""A gradient with products in TF32 is this many times nearer to such a prediction than to the right one. This only
+decides how a wrong gradient is named."""
 
 FIRST_SCALE = 2.0**16
 """The initial scale of torch.amp.GradScaler."""
@@ -91,8 +91,8 @@ def _size(case: OracleGradientCase, name: str) -> float:
 def _rounded_on_the_way(case: OracleGradientCase) -> Gradients:
     """Match if each entry is as near to right as sums of 16-bit numbers are, and errors do not follow the gradient.
 
-    Sums are rounded in an order that is not known, so entries cannot be predicted. Only a rounding, of each part or of
-    a partial sum, is small for small entries and has nothing to do with their sign.
+    Sums are rounded in an unknown order, so entries cannot be predicted. Of all errors, only rounding, of each part or
+    of a partial sum, is small for small entries and independent of their sign.
     """
     right, raw = case.expected.contract, case.expected.raw
     count = len(case.shares)
@@ -122,7 +122,7 @@ def _rounded_inputs(case: OracleGradientCase) -> Gradients:
 
 
 def _lower_precision(case: OracleGradientCase) -> Gradients:
-    """Match if a lower precision's gradient is nearer to the observed one than the right one is, in bits or in size.
+    """Match if the error has a lower precision's size, and the gradient is nearer to that precision's than to right.
 
     Otherwise predict the lower precision's gradient. All devices round weights and activations in the same way, but add
     sums in different orders, so bits cannot be predicted. Random errors of the same size are further from the
@@ -137,7 +137,7 @@ def _lower_precision(case: OracleGradientCase) -> Gradients:
     for precision in _below(storage):
         computed = case.counterfactuals.in_precision(case.index, precision)
         usual = total_distance(computed, right)
-        # One draw: a right trainer's own error differs from it by a small factor either way.
+        # ``usual`` is one draw: a trainer's error in this precision is larger or smaller by a small factor.
         alike = usual > 0 and usual / limit(12) <= error <= usual * limit(12)
         coarse = precision.autocast is None and all(
             torch.equal(value.float().double(), value) for value in case.observed.values()
@@ -146,9 +146,9 @@ def _lower_precision(case: OracleGradientCase) -> Gradients:
 
 
 def _products_in_tf32(case: OracleGradientCase) -> Gradients:
-    """Match if the gradient is far nearer to one of products in TF32 than to the right one.
+    """Match if the gradient is far nearer to one with products in TF32 than to the right one.
 
-    A value that is nearly half-way between two TF32 numbers may be rounded otherwise, so bits cannot be predicted.
+    A value that is nearly half-way between two TF32 numbers can be rounded to either, so bits cannot be predicted.
     """
     arithmetic = case.counterfactuals.cell.arithmetic
     if arithmetic.storage != "float32" or arithmetic.autocast is not None:

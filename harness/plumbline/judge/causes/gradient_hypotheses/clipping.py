@@ -62,7 +62,7 @@ def _in_groups(case: OracleGradientCase) -> Gradients:
 
 def _unasked(case: OracleGradientCase) -> Gradients:
     """Predict one clipping limit for all wrong gradients, or one for each rank's share."""
-    # At a single step any factor below 1 is a limit.
+    # At a single step, any factor below 1 could come from a clipping limit.
     if case.clip_norm is None and (case.pattern.steps > 1 or not case.pattern.every_step):
         yield clipped(case.expected.raw, case.pattern.clip_limit)
         if case.pattern.clip_limits and min(case.pattern.clip_limits) > 0:

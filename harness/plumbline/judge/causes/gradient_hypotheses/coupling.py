@@ -1,4 +1,4 @@
-"""Samples that depend on each other, in a layer or in the loss, but were computed with the wrong ones."""
+"""Samples that depend on each other, in a layer or in the loss, but were computed together with the wrong samples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BatchNorm = nn.modules.batchnorm._BatchNorm
 
 
 def _shares_of_whole(case: OracleGradientCase) -> Gradients:
-    # The derivative of the whole loss through one rank's outputs, averaged over ranks: the 1/world-th part of it.
+    # The derivative of the whole loss through one rank's outputs, averaged over ranks: 1/world of the right gradient.
     if case.world > 1 and case.counterfactuals.is_coupled(case.index):
         yield scaled(1 / case.world, case.expected.whole)
 

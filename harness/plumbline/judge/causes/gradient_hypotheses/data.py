@@ -65,7 +65,7 @@ def _batches(layout: Layout) -> list[Batch]:
 
 
 def _taken_for(batches: Sequence[Batch], before: Batch) -> Iterator[Sequence[Batch]]:
-    """Yield the samples that each batch is taken for; ``before`` is the last batch of the previous step."""
+    """Yield the samples that replace those of each batch; ``before`` is the last batch of the previous step."""
     for shift in (1, -1):
         yield [[[*own[shift:], *own[:shift]] for own in batch] for batch in batches]
         yield [[*batch[shift:], *batch[:shift]] for batch in batches]
@@ -73,7 +73,7 @@ def _taken_for(batches: Sequence[Batch], before: Batch) -> Iterator[Sequence[Bat
 
 
 def partners(count: int) -> Iterator[tuple[int, ...]]:
-    """Yield which micro-batch each one of a batch is taken for: reversed, shifted, or the same one for all."""
+    """Yield which micro-batch replaces each micro-batch of a batch: reversed, shifted, or the same one for all."""
     order = tuple(range(count))
     if count > 2:
         yield order[::-1]
@@ -107,7 +107,7 @@ def _other_targets(case: OracleGradientCase) -> Gradients:
 def _other_activations(case: OracleGradientCase) -> Gradients:
     """Predict that a micro-batch's gradient goes back through another one's activations, at one boundary.
 
-    A boundary is the output of a layer through which everything after it depends on the layers before.
+    A boundary is a layer's output that every path from earlier to later layers passes through.
     """
     (own, *others) = _shares(case) or [[]]
     if not own or others or case.clip_norm is not None or not case.in_stages:
@@ -142,7 +142,7 @@ def _crossed(
     right = mean_gradient([[through(place, place)] for place in range(len(passes))])
     raw = case.expected.raw
     if any(norm(value - raw[name]) > 1e-9 * norm(raw[name]) for name, value in right.items()):
-        return  # there is another way around this output
+        return  # another path bypasses this output
     for partner in partners(len(passes)):
         yield {**raw, **mean_gradient([[through(*pair)] for pair in enumerate(partner)])}
 
@@ -164,7 +164,7 @@ def _layer_outputs(oracle: Oracle, share: Share) -> tuple[list[tuple[nn.Module, 
 
 
 def _boundaries(layers: Sequence[nn.Module], ranks: dict[int, int]) -> Iterator[int]:
-    """Yield the place of each layer that another rank's layer may follow."""
+    """Yield the place of each layer after which another rank's layers may begin."""
     of_layer = [next((ranks[id(p)] for p in layer.parameters() if id(p) in ranks), None) for layer in layers]
     for number in range(len(layers) - 1):
         then = next((rank for rank in of_layer[number + 1 :] if rank is not None), None)

@@ -1,4 +1,4 @@
-"""Experts that ranks hold apart: what they do not get from other ranks, and what their router does not get of them."""
+"""Experts on different ranks whose gradients lack other ranks' parts, and routers that lack gradients from experts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _experts_scaled(case: OracleGradientCase) -> Gradients:
 
 
 def _of_other_experts(case: OracleGradientCase) -> Gradients:
-    """Predict that the parameters that ranks hold at the same place are reduced as if they were the same."""
+    """Predict that parameters with the same position in each rank's list of experts are reduced as if they were one."""
     by_rank = defaultdict(list)
     for name, rank in own_experts(case).items() if case.clip_norm is None else ():
         by_rank[rank].append(name)
@@ -70,7 +70,7 @@ def _number(name: str) -> int | None:
 
 @contextmanager
 def _columns_kept(layers: list[nn.Module], kept: Tensor) -> Iterator[None]:
-    """Let nothing come back through the other columns of the outputs of these layers."""
+    """Let gradients pass only through the ``kept`` columns of the outputs of these layers."""
 
     def keep(layer: nn.Module, args: object, output: Tensor) -> Tensor:
         return torch.where(kept, output, output.detach())

@@ -19,7 +19,7 @@ from plumbline.judge.oracle.oracle import clipped, mean_gradient
 
 
 def _sizes(case: OracleGradientCase) -> list[int]:
-    """Return the numbers of ranks that compute with the same samples: along each dimension of the mesh, and in all."""
+    """Return the numbers of ranks that compute with the same samples: along each mesh dimension, and in total."""
     cell = case.counterfactuals.cell
     if cell.contract.has_stages:
         return []
@@ -67,8 +67,8 @@ def _blocks_averaged(case: OracleGradientCase) -> Gradients:
 
 
 def _some_tensors_scaled(case: OracleGradientCase) -> Gradients:
-    """Predict one factor, a small number or its inverse, for the tensors that it brings nearer."""
-    if case.batch_parts > 1:  # the stages of a pipeline say more
+    """Predict one factor, a small integer or its inverse, for the tensors that it brings nearer to the observed."""
+    if case.batch_parts > 1:  # hypotheses about pipeline stages are more specific
         return
     for count in range(2, 2 * len(case.counterfactuals.analysis.recorded.ranks) + 1):
         for factor in (count, 1 / count):
@@ -119,7 +119,7 @@ def _counted_again(case: OracleGradientCase) -> Gradients:
 
 
 def _places_of_ranks(case: OracleGradientCase, length: int) -> Iterator[list[list[Tensor]]]:
-    """Yield the places that each rank may have of a sequence, rank by rank and piece by piece."""
+    """Yield the ways to divide a sequence: the places of each rank, piece by piece."""
     every, pieces = torch.arange(length), case.counterfactuals.cell.contract.sequence_pieces or 1
     for size in _sizes(case):
         for parts in (every.chunk(size * pieces), every.tensor_split(size * pieces)):
@@ -134,7 +134,7 @@ def _masks(case: OracleGradientCase) -> Iterator[tuple[str, Tensor]]:
 
 
 def _parts_of_sequences(case: OracleGradientCase) -> Gradients:
-    """Predict the mean of each part's mean, where ranks have parts of sequences that a column masks."""
+    """Predict the mean of the parts' means, where ranks have parts of sequences and a column masks tokens."""
     for name, column in _masks(case):
         for ranks in _places_of_ranks(case, column.shape[1]):
             places = torch.arange(column.shape[1])
@@ -168,7 +168,7 @@ def _from_zero(way: str, count: int) -> Callable[[Tensor], Tensor]:
 
 
 def _positions_of_other_places(case: OracleGradientCase) -> Gradients:
-    """Predict that each rank numbers its pieces as one run: from zero, or as its part of a sequence in one piece."""
+    """Predict that each rank numbers its pieces as one run: from zero, or as if it had one contiguous part."""
     for parts in ("from zero", "in order") if case.counterfactuals.cell.contract.sequence_pieces else ():
         for gradient in case.counterfactuals.with_positions(case.index, _in_one_run(case, parts == "from zero")):
             yield clipped(gradient, case.clip_norm)

@@ -1,4 +1,4 @@
-"""Shares, micro-batches or samples that are all there, but divided, weighted or combined wrongly."""
+"""Shares, micro-batches or samples that are complete, but divided, weighted or combined wrongly."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _weighted_in_some_tensors(case: OracleGradientCase) -> Gradients:
 
 
 def _another_loss(case: OracleGradientCase) -> Gradients:
-    """Predict the gradient of the nearest loss of the same outputs, unless some loss has any given gradient."""
+    """Predict the gradient of the nearest loss of the same outputs, unless every gradient is that of some loss."""
     if case.pattern.every_step and not case.pattern.only_scaled and case.ranks_agree and case.clip_norm is None:
         nearest = case.counterfactuals.nearest_loss_gradient(case.index, case.observed)
         if nearest is not None:

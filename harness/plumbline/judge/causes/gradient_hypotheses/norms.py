@@ -1,4 +1,4 @@
-"""Clipping by a norm that was put together wrongly from what ranks hold: without a part, or averaged."""
+"""Clipping by a norm that was combined wrongly from the ranks' parts: one is missing, or norms are averaged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from plumbline.judge.oracle.noise import length
 
 @dataclass(frozen=True, eq=False)
 class HeldNorms:
-    """What each of the ranks that hold one model together has of its gradient: parts of its own, and what all have."""
+    """The gradient on each of the ranks that hold one model together: the rank's own parts, and those that all have."""
 
     case: OracleGradientCase
 
@@ -32,7 +32,7 @@ class HeldNorms:
 
     @cached_property
     def own(self) -> Mapping[int, Tensors]:
-        """The parts that only this rank has, by rank; nothing if ranks hold all alike."""
+        """The parts that only one rank has, by rank; empty if all ranks hold the same."""
         raw = self.case.expected.raw
         if self.case.in_stages:
             return on_stages(self.case)
@@ -44,7 +44,7 @@ class HeldNorms:
 
     @cached_property
     def common(self) -> Tensors:
-        """What every rank has."""
+        """The parts that every rank has."""
         raw = self.case.expected.raw
         if self.case.in_stages:
             return {}
@@ -60,7 +60,7 @@ class HeldNorms:
         return length(self.common) ** 2
 
     def norm_on(self, rank: int) -> float:
-        """Return the norm of all that a rank has."""
+        """Return the norm of all parts that a rank has."""
         return math.sqrt(self.squared(rank) + self.common_squared)
 
     def clipped_by(self, size: float) -> Tensors:
@@ -68,7 +68,7 @@ class HeldNorms:
         return scaled(clip_factor(self.case.clip_norm, size), self.case.expected.raw)
 
     def clipped_by_each(self, sizes: Mapping[int, float]) -> Tensors:
-        """Return the gradient with what each rank has clipped by another norm."""
+        """Return the gradient with each rank's parts clipped by that rank's norm in ``sizes``."""
         parts = {rank: self.clipped_by(size) for rank, size in sizes.items()}
         raw = self.case.expected.raw
         if self.case.in_stages:
@@ -80,7 +80,7 @@ class HeldNorms:
 
 
 def _clipping(predict: Callable[[HeldNorms], Iterator[Tensors]]) -> Callable[[OracleGradientCase], Gradients]:
-    """Return the prediction for gradients that are clipped, where several ranks have parts of their own."""
+    """Return the prediction, made only if gradients are clipped and several ranks have parts of their own."""
 
     def predict_clipped(case: OracleGradientCase) -> Gradients:
         norms = HeldNorms(case)
@@ -91,7 +91,7 @@ def _clipping(predict: Callable[[HeldNorms], Iterator[Tensors]]) -> Callable[[Or
 
 
 def _left_out(norms: HeldNorms) -> Iterator[Tensors]:
-    """Predict a norm without what all ranks have, without what only some have, or without what one of them has."""
+    """Predict a norm of the common parts only, of the ranks' own parts only, or of all parts but one rank's own."""
     every = sum(map(norms.squared, norms.own))
     if norms.common_squared:
         yield norms.clipped_by(math.sqrt(norms.common_squared))
@@ -115,7 +115,7 @@ def _mean(sizes: list[float]) -> float:
 
 
 def _on_each_rank(case: OracleGradientCase) -> Gradients:
-    """Predict one factor for each rank: by the norm of what it holds, or any where ranks hold blocks of tensors."""
+    """Predict one factor for each rank: by the norm of its parts, or any factor if ranks hold blocks of tensors."""
     yield from _clipping(_by_own_norms)(case)
     held = HeldParts(case)
     if case.clip_norm is None or not held.in_blocks:
@@ -134,7 +134,7 @@ def _by_own_norms(norms: HeldNorms) -> Iterator[Tensors]:
 
 
 def _along_a_dimension(norms: HeldNorms) -> Iterator[Tensors]:
-    """Predict that the squares of what each rank has are added along some dimensions of the mesh only."""
+    """Predict that the ranks' squared norms are added along only some dimensions of the mesh."""
     cell = norms.case.counterfactuals.cell
     mesh = cell.contract.mesh(cell.topology)
     everyone = norms.held.siblings if norms.held.in_blocks else ()
@@ -147,7 +147,7 @@ def _along_a_dimension(norms: HeldNorms) -> Iterator[Tensors]:
 
 
 def _squares_like(norms: HeldNorms, rank: int, siblings: Mapping[int, Mapping[str, int]]) -> float:
-    """Return the squares of what a rank has; one of another replica has what a sibling has."""
+    """Return a rank's squared norm; a rank of another replica has that of the corresponding sibling."""
     if rank in siblings:
         return norms.squared(rank)
     cell = norms.case.counterfactuals.cell

@@ -1,4 +1,4 @@
-"""Gradients that are missing, stale or another parameter's, where the loss has one for each parameter."""
+"""Gradients that are missing, stale or another parameter's, although the loss has a gradient for each parameter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shards and blocks of tensors that are right in themselves, but are missing, late, or those of another place."""
+"""Right shards and blocks of tensors that are missing, one step late, or in the wrong place."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from plumbline.judge.oracle.noise import distance, norm
 from plumbline.judge.oracle.oracle import clipped
 
 MOST_COMPARED = 2**24
-"""Up to so many pairs of entries are compared to find from where a run of entries was taken."""
+"""The largest number of pairs of entries to compare when searching for the origin of a run of entries."""
 
 
 def _missing(case: OracleGradientCase) -> Gradients:

@@ -26,7 +26,7 @@ def _without_gradient(case: OracleGradientCase) -> Gradients:
 
 
 def _tied_not_added(case: OracleGradientCase) -> Gradients:
-    """Predict that the gradient of each shared parameter has only some of its uses: those on one holder."""
+    """Predict that the gradient of a shared parameter includes only some of its uses, such as those on one rank."""
     for name in case.shared:
         uses = case.counterfactuals.use_gradients(case.index, name)
         for kept in chain.from_iterable(combinations(uses, count) for count in range(1, len(uses))):
@@ -55,7 +55,7 @@ def _stages_scaled(case: OracleGradientCase) -> Gradients:
 
 
 def _stages_scaled_by_step(case: OracleGradientCase) -> Gradients:
-    """Predict a factor for each stage that may be another one at each step, such as the length of a window."""
+    """Predict a factor for each stage that can differ from step to step, such as the length of a window."""
     if not case.in_stages or not case.pattern.stages.in_part or case.clip_norm is not None:
         return
     raw, total = case.expected.raw, dict(case.expected.raw)
@@ -67,7 +67,7 @@ def _stages_scaled_by_step(case: OracleGradientCase) -> Gradients:
 
 
 def _divided_again(case: OracleGradientCase) -> Gradients:
-    """Predict that what is accumulated is divided by the micro-batches of a batch, after each batch of the window."""
+    """Predict that the accumulated gradient is divided by a batch's number of micro-batches after each batch."""
     parts = case.batch_parts
     batches = case.micro_batches // parts
     for divided in (0, 1) if parts > 1 and batches > 1 else ():

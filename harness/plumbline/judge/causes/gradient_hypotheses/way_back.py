@@ -1,4 +1,4 @@
-"""What is wrong on the way through the model: gradients that are lost or scaled at a layer, a bias added too often."""
+"""Mistakes inside the model: gradients that are lost or scaled at a layer, or a bias that is added too often."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from plumbline.judge.hypothesis import register
 from plumbline.judge.oracle.oracle import clipped
 
 MOST_BIASES = 12
-"""Up to so many biases, pairs of them are tried too."""
+"""The largest number of biases for which pairs of biases are tried too."""
 
 
 def _layers(model: nn.Module) -> list[tuple[str, ...]]:
-    """Return the layers with parameters, one by one and in pairs of one kind in the same place."""
+    """Return the layers with parameters, one by one and in pairs of the same type and with the same parent."""
     leaves = {
         name: layer for name, layer in model.named_modules() if name and any(True for _ in layer.parameters(False))
     }
@@ -29,16 +29,16 @@ def _layers(model: nn.Module) -> list[tuple[str, ...]]:
 
 
 def _numbers_of_ranks(case: OracleGradientCase) -> list[int]:
-    """Return the numbers of ranks along the mesh, and in all."""
+    """Return the numbers of ranks along each dimension of the mesh, and in total."""
     cell = case.counterfactuals.cell
     mesh = cell.contract.mesh(cell.topology)
     return sorted({*mesh.shape, mesh.size} - {1})
 
 
 def _through(factors: Sequence[float] | None) -> Callable[[OracleGradientCase], Gradients]:
-    """Return the prediction that what comes back to the outputs of a layer is multiplied by one of these factors.
+    """Return the prediction that the backward multiplies the gradient at a layer's outputs by one of these factors.
 
-    Without factors, the number of ranks and its inverse are tried.
+    Without factors, numbers of ranks and their inverses are tried.
     """
 
     def predict(case: OracleGradientCase) -> Gradients:
