@@ -210,7 +210,7 @@ def train_together(folder, mistake):
         ),
         pytest.param("other rows", None, "cannot be compared step by step", marks=pytest.mark.nightly),
         pytest.param(
-            "one rank's position", "batch-again-after-resuming", "those of step 2 on", marks=pytest.mark.nightly
+            "one rank's position", "batch-again-after-resuming", "the samples from step 2 on", marks=pytest.mark.nightly
         ),
         pytest.param(
             "sharded",

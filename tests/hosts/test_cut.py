@@ -73,7 +73,7 @@ def test_a_cable_pulled_in_the_middle_names_rank_and_node(hosts, cable, started,
     assert f"rank 2: its node host-1 ({hosts.address(1)} on eth0) has been silent" in findings[0].message
     assert not pool.alive
     pool.close()
-    with pytest.raises(LaunchError, match=r"1 of 2 nodes came up.*host-1 cannot reach the launcher"):
+    with pytest.raises(LaunchError, match=r"1 of 2 nodes connected.*host-1 cannot reach the launcher"):
         _ = hosts_pool(ON_NODES).subjects
 
 

@@ -255,7 +255,7 @@ def test_one_that_is_too_slow_is_turned_away_and_said_where_a_start_fails(monkey
         slow.sendall(b"plumb")
         until(lambda: listener.refusals)
     processes = NodeProcesses([["true"]], {})
-    with pytest.raises(LaunchError, match=r"0 of 1 nodes came up; true ended .*; 1 connection was rejected") as error:
+    with pytest.raises(LaunchError, match=r"0 of 1 nodes connected; true ended .*; 1 connection was rejected") as error:
         listener.receive(1, processes, StartWait(lambda: 0.0))
     assert "the last one from 127.0.0.1: it sent only 5 bytes of a greeting in 0.05 s" in str(error.value)
     processes.close(0)
@@ -343,7 +343,7 @@ def test_a_server_whose_commands_are_changed_on_the_way_obeys_none_of_them_and_s
         proxies[0].changes.set()
         with pytest.raises(
             LaunchError,
-            match=r"it closed the connection: plumbline.worker: the launcher is lost: the MAC of message 1 is",
+            match=r"it closed the connection: plumbline.worker: lost the connection to the launcher: the MAC of",
         ):
             pool.wait_until_idle()
     finally:

@@ -76,7 +76,7 @@ def test_a_subject_that_is_not_there_is_refused_with_the_node(slurm_pool):
 
 
 def test_an_interpreter_that_is_not_there_is_said_in_srun_s_words(slurm_pool):
-    with pytest.raises(LaunchError, match="0 of 2 nodes came up"):
+    with pytest.raises(LaunchError, match="0 of 2 nodes connected"):
         _ = slurm_pool(ON_NODES, "/no/such/python").subjects
 
 

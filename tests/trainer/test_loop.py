@@ -337,8 +337,8 @@ def test_what_fit_refuses_before_it_starts(problem, tmp_path):
     refused("configure_optimizers returned NoneType", Nothing())
     refused("'intervall'", Misspelt())
     refused("'monitor'", Plateau())
-    refused("no batch to give", problem.Regression(batch_size=100, drop_last=True))
-    refused("no batch to give", problem.Regression(samples=0, shuffle=False))
+    refused("has no batches", problem.Regression(batch_size=100, drop_last=True))
+    refused("has no batches", problem.Regression(samples=0, shuffle=False))
     refused("batches of 2, fewer than the 3 devices", problem.Regression(batch_size=2), gpus=3)
     with pytest.raises(MisconfigurationError, match="no checkpoint"):
         Trainer().fit(problem.Regression(), ckpt_path=tmp_path / "none.ckpt")

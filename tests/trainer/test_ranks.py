@@ -249,7 +249,7 @@ def test_what_is_refused_before_any_process_starts(problem, monkeypatch):
         (Streamed(), "shard"),
         (Listed(), "DataLoader"),
         (problem.Regression(samples=3), "3 samples for 4 processes"),
-        (problem.Regression(samples=6, batch_size=2, drop_last=True), "no batch to give"),
+        (problem.Regression(samples=6, batch_size=2, drop_last=True), "has no batches"),
     ):
         with pytest.raises(MisconfigurationError, match=sentence):
             ddp(4).fit(module)

@@ -283,7 +283,7 @@ def test_a_loader_that_is_none_is_only_missed_where_it_is_needed(problem, loop):
     trained.train_loader = None
     with pytest.raises(MisconfigurationError, match="give TrainLoop a train_loader"):
         trained.fit(1)
-    with pytest.raises(MisconfigurationError, match="no batch to give"):
+    with pytest.raises(MisconfigurationError, match="has no batches"):
         trained.evaluate([])
 
 

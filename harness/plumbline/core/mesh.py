@@ -31,7 +31,7 @@ class Mesh:
 
     def __post_init__(self) -> None:
         if len(dict(self.dimensions)) < len(self.dimensions) or any(size < 1 for _, size in self.dimensions):
-            raise ValueError(f"the dimensions of a mesh need different names and at least one member: {self}")
+            raise ValueError(f"the dimensions of a mesh need different names and at least one member each: {self}")
 
     @classmethod
     def of(cls, **sizes: int) -> Mesh:

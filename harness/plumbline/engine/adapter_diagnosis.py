@@ -192,14 +192,14 @@ _PROBLEMS: tuple[Callable[[SmokeEvidence], str | None], ...] = (
 
 def _right_adapter(evidence: SmokeEvidence) -> Iterator[str]:
     if not evidence.trace.is_whole:
-        yield "The adapter seems right: the training ended because of a known mistake of trainers."
+        yield "The adapter seems right: the training ended because of a known mistake in trainers."
         return
     ranks, steps = evidence.trace.ranks, len(evidence.trace.ranks[0].steps)
     samples = {i for step in evidence.steps for micro in step.micro_batches for i in micro.samples}
     who = counted(len(ranks), "connected rank") if len(ranks) > 1 else "1 rank"
     yield (f"The adapter is right: {who}, {counted(steps, 'optimizer step')}, {counted(len(samples), 'sample')}.")
     if all(micro.loss is None for step in evidence.steps for micro in step.micro_batches):
-        yield "job.loss was not called: the trainer uses its own loss, which must compute the same."
+        yield "job.loss was not called: the trainer uses its own loss, which must give the same values."
 
 
 def _wrong_trainer(bad: list[Finding]) -> Iterator[str]:

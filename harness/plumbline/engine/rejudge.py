@@ -81,7 +81,7 @@ def _rejudge(planned: PlannedCell, run: Run, evidence: Path, seed: int | None, m
     try:
         behavior = TrainingBehavior.of(planned.conduct)
     except ValueError as error:
-        return Rejudged(cell.id, recorded, obstacle=f"this version does not know what the subject declared: {error}")
+        return Rejudged(cell.id, recorded, obstacle=f"this version does not support what the subject declares: {error}")
     findings = verdict(trace, cell, behavior).findings
     # Take expectations and notes about the launch from the recorded run.
     expected = {result.check: result.expected for result in recorded}

@@ -90,7 +90,7 @@ def read_file(path: Path) -> tuple[dict[str, Any], Tensors]:
     size = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + size])
     if not isinstance(header, dict):
-        raise ValueError("its header is no table of tensors")
+        raise ValueError("its header is not a table of tensors")
     values = json.loads(header.pop("__metadata__")["plumbline"])
     tensors = _tensors(header, content, 8 + size)
     # Always in the same order, because it breaks ties.
@@ -105,7 +105,7 @@ def _tensors(header: dict[str, Any], content: bytearray, begin: int) -> Tensors:
         dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
         count = prod(shape)
         if entry["data_offsets"] != [end - begin, end - begin + count * dtype.itemsize] or min(shape, default=0) < 0:
-            raise ValueError(f"the place of {name!r} does not fit its type and shape")
+            raise ValueError(f"the byte range of {name!r} does not match its dtype and shape")
         # Copied, because the order of summation depends on the alignment.
         flat = torch.frombuffer(content, dtype=dtype, count=count, offset=end) if count else torch.empty(0, dtype=dtype)
         tensors[name] = flat.reshape(shape).clone()

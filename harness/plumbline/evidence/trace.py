@@ -186,11 +186,15 @@ class Logged:
 
 def same(left: Tensors, right: Tensors) -> bool:
     """Return whether two sets of tensors have the same names and equal values (NaN equals NaN)."""
-    return left.keys() == right.keys() and all(
-        left[name].equal(right[name])
-        or (bool(left[name].isnan().any()) and left[name].nan_to_num().equal(right[name].nan_to_num()))
-        for name in left
-    )
+    return left.keys() == right.keys() and all(_equal(left[name], right[name]) for name in left)
+
+
+def _equal(left: Tensor, right: Tensor) -> bool:
+    if left.equal(right):
+        return True
+    missing = left.isnan()
+    both = bool(missing.any()) and missing.equal(right.isnan())
+    return both and left.masked_fill(missing, 0).equal(right.masked_fill(missing, 0))
 
 
 CONNECTION_LOST = (

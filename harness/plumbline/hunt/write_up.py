@@ -86,10 +86,10 @@ class Corpus:
 
 
 EXPECTED = {
-    "checkpoint": "A training that is interrupted and resumed ends with the weights of one that was not.",
+    "checkpoint": "A training that is interrupted and resumed ends with the same weights as one that was not.",
     "metrics": "The loss that is reported is the mean over the samples.",
     "validation": "Each held-out sample is used in every evaluation that is due.",
-    "samples": "Each sample is used once an epoch, on one rank, in the order that was asked for.",
+    "samples": "Each sample is used once an epoch, on one rank, in the requested order.",
     "ranks-agree": "All ranks have the same weights after each step.",
     "launch": "The training ends without an exception.",
 }

@@ -86,7 +86,7 @@ RULES: tuple[Rule, ...] = (
          causes={"too-many-batches", "too-few-batches", "ranks-differ-in-steps", *NONE}, origin_causes=COUNTS),
     Rule("samples", "steps", "samples are counted by the steps that consumed them",
          causes={*PACE, *NONE}, origin_causes=PACE),
-    Rule("gradients", "steps", "a step on other micro-batches divides by another number than they are",
+    Rule("gradients", "steps", "steps that cover other micro-batches divide by the wrong number",
          origin_causes=PACE, families=_SCALES),
     Rule("samples", "gradients", "the held-out set has other samples",
          origin_causes={"trained-on-held-out-data"}),
@@ -95,7 +95,7 @@ RULES: tuple[Rule, ...] = (
     Rule("gradients", "samples", "ranks that use the same samples have the same gradient, averaged or not",
          origin_causes=COUNTS, causes=NONE, outcome=Outcome.ERRORED),
     *(
-        Rule(check, "steps", "each of several optimizers steps what another one has stepped",
+        Rule(check, "steps", "several optimizers step the same parameters",
              origin_causes={"parameter-in-several-optimizers"})
         for check in ("gradients", "learning-rate", "update")
     ),
@@ -107,7 +107,7 @@ RULES: tuple[Rule, ...] = (
     Rule("update", "learning-rate", "a stage that steps with other rates moves by them", causes={"rates-differ"}),
     Rule("learning-rate", "gradients", "an optimizer that steps nothing shows no rate",
          origin_causes={"parameter-not-in-optimizer"}),
-    Rule("gradients", "rng", "a backward with other masks than its forward is no gradient",
+    Rule("gradients", "rng", "a backward whose masks differ from the forward's does not compute the gradient",
          origin_causes={"masks-drawn-anew-in-the-backward"}, causes={"another-loss", *NONE}),
     Rule("gradients", "initial-weights", "ranks that hold different weights have no common gradient",
          origin_causes={"not-broadcast", "applied-once-a-rank", "parameters-missing"}, causes=NONE),
@@ -123,7 +123,7 @@ RULES: tuple[Rule, ...] = (
     Rule("update", "gradients", "no update is right for a gradient that is not finite", causes={"not-finite"}),
     Rule("update", "gradients", "gradients of zero move nothing", outcome=Outcome.ERRORED,
          origin_causes={"zero", "parameter-not-in-optimizer"}),
-    Rule("update", "gradients", "the workload's optimizer does not have what is frozen",
+    Rule("update", "gradients", "the workload's optimizer does not hold frozen parameters",
          origin_causes={"frozen-parameter-trained"}),
     Rule("update", "gradients", "weights kept in a lower precision are rounded after the step too",
          causes={"stored-in-lower-precision"},
@@ -135,7 +135,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("precision", "initial-weights", "master weights that are not the job's are not the model's either",
          causes={"not-copied-back"}),
-    Rule("stillness", "gradients", "averaging weights shows only where gradients had let them part",
+    Rule("stillness", "gradients", "averaging weights is visible only if the ranks' gradients had made them differ",
          causes={"weights-averaged"}, origin_causes={"not-synchronised"}),
     *(
         Rule("stillness", origin, "other ranks' steps change the weights between a rank's own",
@@ -144,9 +144,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("initial-weights", "update", "a rank may begin with what another one has stepped in the same memory",
          causes={"initialised-anew", *NONE}, origin_causes={"applied-once-a-rank"}),
-    Rule("ranks-agree", "gradients", "ranks that step with different gradients part",
+    Rule("ranks-agree", "gradients", "ranks that step with different gradients end with different weights",
          causes={"not-synchronised", "tied-gradients-not-added"}),
-    Rule("ranks-agree", "learning-rate", "ranks that step with different rates part", causes={"rates-differ"}),
+    Rule("ranks-agree", "learning-rate", "ranks that step with different rates end with different weights",
+         causes={"rates-differ"}),
     Rule("ranks-agree", "initial-weights", "ranks that begin apart stay apart",
          causes={"not-broadcast"}),
     Rule("ranks-agree", "stillness", "weights that change apart from the steps part",
@@ -174,7 +175,7 @@ RULES: tuple[Rule, ...] = (
         if origin not in ("launch", "checkpoint", "training", "metrics", "validation")
     ),
     *(
-        Rule("training", origin, "the end is what the steps have made", causes=NONE)
+        Rule("training", origin, "the final weights are the result of the steps", causes=NONE)
         for origin in ("initial-weights", "gradients", "learning-rate", "skipped-steps", "update", "stillness",
                        "ranks-agree", "steps", "rng")
     ),

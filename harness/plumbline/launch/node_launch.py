@@ -112,7 +112,9 @@ def _missing(
         else:
             exit = explain(replace(late, limit_reached=child.late and end.limit_reached), own, time_limit)
     elif broken or end.code is None:
-        exit = replace(explain(late, own, time_limit), message="no process took this rank before the launch ended")
+        exit = replace(
+            explain(late, own, time_limit), message="no process started as this rank before the launch ended"
+        )
     else:
         exit = Exit(Outcome.CRASHED, "the subject started no process with this rank")
     return exit if exit.said else replace(exit, said=explain(late, node, time_limit).said)

@@ -58,4 +58,4 @@ def peak_of(device: str | None, precision: str) -> Peak | str:
             if precision == "bf16" and any(name in device for name in _WITHOUT_BF16):
                 return f"{device} does not compute in bf16"
             return Peak(flops, source)
-    return f"the peak of {device} is unknown: plumbline/machine/peak_flops.py lists those with a data sheet"
+    return f"the peak of {device} is unknown: plumbline/machine/peak_flops.py lists the known devices"

@@ -11,7 +11,7 @@ COMPILED_DRAWS = (
     "torch._inductor.config.fallback_random = True, so that it draws the same numbers as without the compiler"
 )
 
-OUTSIDE = "used outside any recorded call, or by a loss that a module holds and does not return"
+OUTSIDE = "used outside of any recorded call, or by a loss that a module stores but does not return"
 
 FLAT_PARTS = "FSDP1 shards DTensors, or shards a model over some of the ranks only"
 STALE = "FSDP1 computed its forward with weights from before the optimizer's last step"

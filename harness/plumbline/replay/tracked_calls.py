@@ -356,7 +356,7 @@ def _obstacle(call: TrackedCall, parameters: Iterable[Tensor]) -> str:
     if not all(one.is_of_all_ranks for one in units):
         return FLAT_PARTS
     if call.is_distributed:
-        return "its parameters are DTensors that `fully_shard` did not make"
+        return "its parameters are DTensors that `fully_shard` did not create"
     if any(not one.is_leaf for one in parameters):
         return "its parameters are computed from other tensors"
     return ""

@@ -77,7 +77,7 @@ def support_page(run: Run) -> str:
         run_facts(run),
         f"**Real devices**: {markdown(', '.join(dict.fromkeys(table['Devices'])) or 'none')}."
         if not (run.header.simulated or SIMULATED in set(table["Devices"]))
-        else "**Simulated devices.** Processes and replicas on the CPU take the place of GPUs. "
+        else "**Simulated devices.** Processes and replicas on the CPU stand in for GPUs. "
         "The table shows correctness; figures of speed and memory, if any, are those of this CPU.",
         *([f"> **{markdown(missing)}**"] if (missing := what_is_missing(run, cells)) else []),
         *(f"> {markdown(note)}" for note in notes(run)),

@@ -48,7 +48,7 @@ MOST_ROWS: Final = 40
 MOST_MISTAKES: Final = 6  # per subject
 _RATE = "samples/s"
 _SPEED_COLUMNS: Final = {_RATE: ("throughput",), "Scaling": EFFICIENCY, "Step": ("step_p50",), "Memory": MEMORY}
-_SPEED_LEGEND = "~~struck through~~: the same run found the configuration to be wrong: its speed does not count"
+_SPEED_LEGEND = "~~struck through~~: this run found the configuration wrong, so its speed does not count"
 # Headings on two lines, so that a column is little wider than its mark.
 _HEADS = {"1 GPU": "1\nGPU", "1+ GPUs": "1+\nGPUs", "16-bit": "16-\nbit"}
 _COLOURS = {"Y": "green", "C": "cyan", "K": "yellow", "N": "bold red", "X": "bold red", "?": "yellow", "-": "dim"}

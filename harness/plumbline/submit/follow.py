@@ -131,7 +131,7 @@ class Follower:
         for task, why in sorted(self._given_up.items()):
             self.notify(f"task {task}: {why}")
         if collected.unlike:
-            self.notify("tasks ran on different machines: do not compare figures of this run with each other")
+            self.notify("tasks ran on different machines: the figures of this run are not comparable with each other")
         run = write(self.submission, collected)
         if run is not None and not run.incomplete:
             for task in range(len(self.submission.tasks)):

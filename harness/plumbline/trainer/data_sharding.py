@@ -148,7 +148,7 @@ def check_loader(loader: Any, plan: Any, training: bool) -> None:
         share = share_loader(loader, world=plan.data_ranks, rank=0, seed=plan.seed, training=training)
     if known_length(loader) == 0 or (training and known_length(share) == 0):
         raise MisconfigurationError(
-            f"{name} has no batch to give: it needs more samples, a smaller batch_size, or drop_last=False."
+            f"{name} has no batches: it needs more samples, a smaller batch_size, or drop_last=False."
         )
     batch_size = getattr(loader, "batch_size", None)
     if training and batch_size is not None and batch_size < plan.devices_per_process:

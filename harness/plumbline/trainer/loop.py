@@ -75,8 +75,8 @@ class ModuleEngine:
             self.check_reduced()
         except RuntimeError as error:
             raise MisconfigurationError(
-                "Some parameters took no part in the loss, so their gradients were not averaged over ranks: freeze "
-                f"them, or pass find_unused_parameters=True in configure_ddp. ({error})"
+                "Some parameters did not contribute to the loss, so their gradients were not averaged over ranks: "
+                f"freeze them, or pass find_unused_parameters=True in configure_ddp. ({error})"
             ) from error
 
     def clip(self, optimizer: Optimizer, largest: float) -> None:

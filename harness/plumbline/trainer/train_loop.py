@@ -171,7 +171,7 @@ class TrainLoop:
                 answer = getattr(self.model, method)(moved(batch, device), *arguments, device)
                 answers.append((moved(answer, torch.device("cpu")), batch_length(batch) or 1))
         if not answers:
-            raise MisconfigurationError("The loader has no batch to give: it needs samples, or drop_last=False.")
+            raise MisconfigurationError("The loader has no batches: it needs samples, or drop_last=False.")
         return answers
 
 

@@ -86,7 +86,7 @@ class LauncherGreeting:
         self.received += data
         said = self.received
         if not said.startswith(_HEAD[: len(said)]):
-            raise ChannelError(f"it speaks another protocol or version: it began with {said[:24]!r}")
+            raise ChannelError(f"it uses another protocol or version: its first bytes were {said[:24]!r}")
         begin = len(_HEAD) + _SIZE + _LENGTH.size
         if len(said) < begin:
             return None

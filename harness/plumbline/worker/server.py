@@ -85,7 +85,7 @@ class Server:
         try:
             return self._obey(wake)
         except ParentDisconnected as error:
-            print(f"plumbline.worker: the launcher is lost: {error}", file=sys.stderr)
+            print(f"plumbline.worker: lost the connection to the launcher: {error}", file=sys.stderr)
             return False
         finally:
             for pid in self._ranks:

@@ -101,7 +101,7 @@ class ResNet(PerformanceWorkload):
 
 
 class ResNetStrong(ResNet):
-    """``ResNet`` with a global batch that does not grow with the number of devices."""
+    """``perf-resnet`` with a global batch that does not grow with the number of devices."""
 
     name = "perf-resnet-strong"
     strong = True

@@ -225,7 +225,7 @@ OBSTACLES = {
     "filled": (
         Filling,
         "entry, layers.0, layers.1 \\+ head",
-        "layers.0 or the code after it changes a tensor in place that no block has computed",
+        "layers.0 or the code after it modifies in place a tensor that no block computes",
     ),
     "buffer": (
         Centering,

@@ -324,7 +324,7 @@ register(
         "divided again by the number of micro-batches at the end of each run of the pipeline schedule in a step",
         "create the schedule with scale_grads=False, and divide once before the optimizer's step", 359),
     Hypothesis("parts-of-a-sum", "sync", holds(lambda case: bool(case.own_path)),
-        "only each rank's own part of a sum over ranks, for {copy} and others",
+        "incomplete for {copy} and others: each rank has only its own part of a sum over ranks",
         _SUM_THE_INPUT, 357),
     Hypothesis("blocks-averaged-with-each-other", "sync", holds(lambda case: case.one_gradient),
         "equal on ranks that hold different parts of a parameter, such as {name}",

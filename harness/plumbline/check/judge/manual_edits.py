@@ -53,7 +53,7 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
         if names := separate_adapters(training):
             return not_judged(
                 check,
-                f"each rank begins with its own values of {listed(names)} and steps with its own gradients, beside a "
+                f"each rank begins with its own values of {listed(names)} and steps with its own gradients, next to a "
                 "frozen model that FSDP shards. Unless the ranks train separate adapters, this is a mistake: add "
                 "adapters before fully_shard, or broadcast them once and average their gradients",
                 step,
@@ -130,7 +130,9 @@ def multiplied(totals: Sequence[float]) -> str:
         return f"{why}, and it is not known whether its loss requires that"
     least, most = min(totals), max(totals)
     total = f"{most:.4g}" if most - least <= NEAR * most else f"{least:.4g} to {most:.4g}"
-    return f"{why}. With this factor, the weights of a step's losses add up to {total}, and not to 1, as in a mean"
+    return (
+        f"{why}. With this factor, the weights of a step's losses add up to {total} instead of 1, as they do in a mean"
+    )
 
 
 def _about_masters(finding: Finding, wrong: Sequence[ReceivedGradient], training: RecordedTraining) -> Finding | None:

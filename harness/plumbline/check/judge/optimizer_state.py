@@ -46,7 +46,7 @@ def _lost_at_each_step(training: RecordedTraining) -> Finding | None:
                 kind = first.step.facts["update"]["class"]
                 return others[0].failed(
                     "update",
-                    f"each of {1 + len(others)} steps is taken by a new {kind}, created after the previous step, so "
+                    f"each of {1 + len(others)} steps uses a new {kind}, created after the previous step, so "
                     "the optimizer's state is lost at every step",
                     "create the optimizer once, before the loop over batches",
                     cause="optimizer-made-for-each-step",
@@ -75,8 +75,8 @@ def _permuted(ranks: Mapping[int, ObserverFacts]) -> Finding | None:
             if (other, its) != (rank, number):
                 return one.failed(
                     "update",
-                    f"the state of {one.parameter(number)} on rank {rank} is the one that "
-                    f"{ranks[other].parameter(its)} had on rank {other}",
+                    f"the state of {one.parameter(number)} on rank {rank} equals the previous state of "
+                    f"{ranks[other].parameter(its)} on rank {other}",
                     "load each rank's own state, in the order of the optimizer's parameters",
                     cause="states-permuted",
                     family="optimizer",

@@ -130,7 +130,7 @@ def _frozen(training: RecordedTraining, reduced: Collection[str]) -> Finding | N
             return _other_frozen(
                 [*fitting, *(name for name in differing if name not in fitting)],
                 len(frozen),
-                "although gradients of parameters beside them are averaged over the ranks",
+                "although gradients of other parameters in the same modules are averaged over the ranks",
                 "load the same frozen weights on all ranks, or broadcast them from one rank",
             )
         noted = noted or headline_note(

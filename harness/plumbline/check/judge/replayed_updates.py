@@ -18,7 +18,7 @@ OBSERVER = "update"
 NOT_MOVED = "no recorded step should have changed it"
 
 BY_TURNS = (
-    "the step takes whole matrices at some steps and each rank's shard alone at others, as block-periodic optimizers do"
+    "some steps update whole matrices and others update each rank's shard separately, as block-periodic optimizers do"
 )
 AT_TIMES = "the optimizer updates it at some steps only, as block-coordinate optimizers do"
 BY_PLACE = "the optimizer scales the updates of some parameters, but not those of others of the same shape"

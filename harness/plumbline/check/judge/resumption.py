@@ -304,7 +304,7 @@ def _samples(pair: Resumption) -> Finding | None:
             return None  # the model's inputs are drawn at random, as noise and masks are
         cause, what = _position(offset, pair.begin)
         return failed_with_hint(
-            CHECK, f"step {place} after the restart has other samples than step {pair.begin + place} of the "
+            CHECK, f"step {place} after the restart uses different samples than step {pair.begin + place} of the "
             f"uninterrupted training: {what}",
             "save the epoch and the position in it; on resuming, call set_epoch, and skip the batches that were used",
             cause=cause, family="checkpoint", step=pair.begin + place, rank=rank if pair.same_ranks else None,
@@ -327,10 +327,10 @@ def _position(offset: int | None, begin: int) -> tuple[str, str]:
     if offset is None:
         return "order-drawn-anew", "their order was drawn again, or begins at another position in the epoch"
     if offset == 0:
-        return "trained-all-over-again", "those of the first steps, which are used twice"
+        return "trained-all-over-again", "the samples of the first steps, which are used twice"
     if offset < begin:
-        return "batch-again-after-resuming", f"those of step {offset} on, some of which are used twice"
-    return "batch-left-out-after-resuming", f"those of step {offset} on, so that some are left out"
+        return "batch-again-after-resuming", f"the samples from step {offset} on, so some are used twice"
+    return "batch-left-out-after-resuming", f"the samples from step {offset} on, so some are skipped"
 
 
 def _rows_by_step(training: RecordedTraining, of_each: bool) -> dict[tuple[int, int], list[int]]:

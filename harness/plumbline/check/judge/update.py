@@ -56,7 +56,7 @@ def judge_update(training: RecordedTraining) -> Iterator[Finding]:
 def _compared(steps: ReplayedUpdates) -> Finding:
     if not any(row[3] or row[4] for _, one in steps.errors for row in one.facts["parameters"]):
         return not_judged(
-            "update", "no weight should have moved in the recorded steps: check whether the learning rate is 0"
+            "update", "the recorded steps should not change any weight: check whether the learning rate is 0"
         )
     errors = [deviation for deviation, _ in steps.errors]
     worst = largest(errors)
@@ -177,7 +177,7 @@ register(
     Hypothesis("stepped-shard-by-shard", "optimizer", _like("by-shard"),
         "each rank steps its shard of {matrices} as if it were the whole parameter",
         "gather the whole matrix before the optimizer combines its entries, for example with full_tensor(). One device "
-        "computes something else, also where blocks are intended, as in MuonBP", 150),
+        "computes another update, even if blocks are intended, as in MuonBP", 150),
     Hypothesis("summed-over-ranks", "averaging", _like("added"),
         "the step adds up the ranks' gradients of {matrices} and does not average them, and no loss is divided by the "
         "number of ranks",

@@ -108,7 +108,7 @@ def coverage_lines(coverage: Coverage, truth: str) -> Iterator[str]:
         whose = "by all ranks together" if coverage.is_joint else "on each rank"
         yield f"recomputed in {precision} {whose}: {percent(replays.part)} of the backward passes' gradients"
     elif gradients.entries:
-        yield "gradients were compared with what the script's own backward passes computed"
+        yield "gradients were compared with those of the script's own backward passes"
     for what, share in (("gradients", gradients), ("updates", updates)):
         for one in share.left_out:
             yield f"{what} not judged: {_left_out(one, share)}"

@@ -43,7 +43,7 @@ def why_nothing_was_recorded(checked: CheckedCommand) -> str:
     if obstacle := next((one.obstacle for one in trained if one.obstacle), ""):
         return obstacle
     if checked.end.by is not EndedBy.ITSELF:
-        return f"the command was ended {_by(checked)} before an optimizer step was complete"
+        return f"the command was ended {_by(checked)} before it completed an optimizer step"
     if checked.end.has_failed:
         when = "in" if any(one.begun for one in trained) else "before"
         return f"the script failed {when} its first optimizer step: {checked.end.in_words}{_reason(early)}"
@@ -98,7 +98,7 @@ def _without_a_step(checked: CheckedCommand, trained: Sequence[PythonProcess]) -
         most = counted(after, "step")
         return f"no optimizer took more than {most}, so --after {after} leaves none to record: use a smaller N"
     if not any(one.optimizers for one in trained):
-        return "the script creates no torch.optim.Optimizer: only what an optimizer receives and does can be judged"
+        return "the script creates no torch.optim.Optimizer: Plumbline judges what an optimizer receives and does"
     if not any(one.passes for one in trained):
         return (
             "the script creates an optimizer, but runs no backward pass: run it with arguments that make it train, "

@@ -159,7 +159,7 @@ def sentence_on(one: CheckedTraining) -> str:
 def _nothing_moved(coverage: Coverage) -> str:
     if not coverage.gradients.entries and all(one.why == ZERO_GRADIENT for one in coverage.gradients.left_out):
         return "every gradient is zero in the recorded steps: check the loss, or record later steps with --after"
-    return "no weight should have moved in the recorded steps: check whether the learning rate is 0"
+    return "the recorded steps should not change any weight: check whether the learning rate is 0"
 
 
 def _judged_shares(one: CheckedTraining) -> str:

@@ -152,7 +152,7 @@ def _beyond_chance(sizes: Sequence[int], times: int = 1) -> bool:
 
 def _order(epochs: list[Used], analysis: TraceAnalysis, expected: int) -> str | None:
     steps = [[frozenset(step) for step in epoch] for epoch in epochs]
-    who = "the workload" if analysis.behavior.shuffle == "job" else "the subject, by its declaration,"
+    who = "the workload" if analysis.behavior.shuffle == "job" else "the subject, as it declares,"
     if analysis.shuffles:
         shared = min(len(epoch) for epoch in steps)
         alike = len(steps) > 1 and steps[0][:shared] == steps[1][:shared]

@@ -46,7 +46,7 @@ def _shard_by_shard(analysis: TraceAnalysis) -> Finding | None:
         return None
     return failed_with_hint(
         "update",
-        "each update is what the optimizer makes of one rank's shard of a parameter alone",
+        "each update is that of an optimizer that sees only one rank's shard of a parameter",
         "give an optimizer that combines the entries of a matrix whole matrices, or DTensors",
         cause="stepped-shard-by-shard",
         family="optimizer",

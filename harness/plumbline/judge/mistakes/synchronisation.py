@@ -113,7 +113,7 @@ register(
         "averaged for some parameters and rank {rank}'s own for others",
         "all-reduce the gradients of all parameters", 325),
     GradientMistake("some-ranks-one-step-late", "sync", _some_ranks_one_step_late,
-        "averages to which one rank adds its part of the previous step",
+        "averages in which one rank's part is that of the previous step",
         "give each rank's gradient of this step to the all-reduce, and wait for it", 324),
     GradientMistake("some-parameters-one-step-late", "sync", _some_parameters_one_step_late,
         "right for some parameters, and for others the right ones of the previous step",

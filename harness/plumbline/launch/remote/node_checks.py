@@ -83,7 +83,7 @@ def why_not(node: Node, count: int, present: Mapping[int, Node]) -> str | None:
             f"--nodes {node.nodes}, or --nnodes {count} of torchrun or srun"
         )
     if node.number >= count:
-        return f"{node.host} is node {node.number}, but there are only {count} nodes: count them from 0"
+        return f"{node.host} is node {node.number}, but there are only {count} nodes: number them from 0"
     if node.number in present:
         return (
             f"{present[node.number].place} and {node.place} both have the number {node.number}: "

@@ -98,7 +98,7 @@ class NodeListener:
                         continue
                     how = processes.ended or f"waited {wait.seconds:.0f} s"
                     raise LaunchError(
-                        f"{len(here)} of {count} nodes came up; {how}{refused}: {processes.output}"
+                        f"{len(here)} of {count} nodes connected; {how}{refused}: {processes.output}"
                     ) from None
                 if reason := why_not(node, count, {number: one for number, (one, _) in here.items()}):
                     _dismiss(channel)

@@ -191,7 +191,9 @@ def devices() -> Iterator[ProbeResult]:
         found = f"{count} × {name}, {memory} MiB, compute mode {mode}"
         yield ProbeResult(found, "nvidia-smi -c 0 lets several processes use a GPU" if mode in _EXCLUSIVE else None)
     if len(rows) != seen:
-        yield ProbeResult(f"torch sees {seen} of them: check CUDA_VISIBLE_DEVICES, and the container's access to GPUs")
+        yield ProbeResult(
+            f"torch sees only {seen} of them: check CUDA_VISIBLE_DEVICES, and the container's access to GPUs"
+        )
 
 
 def links() -> Iterator[ProbeResult]:

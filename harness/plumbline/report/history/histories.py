@@ -307,7 +307,7 @@ def _of_cell(cell: CellHistory, before: Span, after: Span) -> Change:
     sentence = f"{before.end} → {after.end}"
     if before.end.cause == after.end.cause is not None and KNOWN in (before.end.outcome, after.end.outcome):
         kind = "other"
-        expected = "now expected" if after.end.outcome == KNOWN else "not expected any more"
+        expected = "now expected" if after.end.outcome == KNOWN else "no longer expected"
         sentence = f"{after.end.cause} as before, {expected}"
     told = (after.message, after.reproduce) if after.end.wrong else ()
     return Change(kind, sentence, ((cell.cell, anchor(cell.cell)),), *told)

@@ -177,7 +177,7 @@ def memory_chart(cells: Iterable[MeasuredCell]) -> BarChart | None:
         mark = None if peak is None else axis.at(peak)
         return Bar(label, cell.why_wrong, tuple(_stacked(cell, MEMORY_PARTS, axis)), mark, text)
 
-    return _bar_chart("Memory of the rank that uses most", axis, cells, bar)
+    return _bar_chart("Memory of the rank that uses the most", axis, cells, bar)
 
 
 def share_chart(cells: Iterable[MeasuredCell]) -> BarChart | None:
@@ -187,7 +187,7 @@ def share_chart(cells: Iterable[MeasuredCell]) -> BarChart | None:
         computing = in_words(cell.value("share_compute") or 0.0, axis.unit)
         return Bar(label, cell.why_wrong, tuple(_stacked(cell, STEP_SHARES, axis)), None, f"{computing} computing")
 
-    return _bar_chart("What the time of a step goes into", Axis(1.0, "share"), cells, bar)
+    return _bar_chart("Where the time of a step goes", Axis(1.0, "share"), cells, bar)
 
 
 def distribution_chart(cells: Iterable[MeasuredCell]) -> BarChart | None:

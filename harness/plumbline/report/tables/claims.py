@@ -81,10 +81,10 @@ class _Question:
 
 
 _QUESTIONS: Final = (
-    _Question("ddp is faster than dp", "throughput of ddp over that of dp", "throughput", "backend", ("ddp",), "dp"),
+    _Question("ddp is faster than dp", "throughput of ddp ÷ that of dp", "throughput", "backend", ("ddp",), "dp"),
     _Question(
         "16-bit halves the memory",
-        "peak of allocated memory in 16-bit over that in 32-bit",
+        "peak of allocated memory in 16-bit ÷ that in 32-bit",
         "memory_allocated_peak",
         "precision",
         _SIXTEEN_BIT,
@@ -93,7 +93,7 @@ _QUESTIONS: Final = (
     ),
     _Question(
         "16-bit is faster on tensor cores",
-        "throughput in 16-bit over that in 32-bit",
+        "throughput in 16-bit ÷ that in 32-bit",
         "throughput",
         "precision",
         _SIXTEEN_BIT,
@@ -102,7 +102,7 @@ _QUESTIONS: Final = (
     ),
     _Question(
         "ddp2 costs one gather per step",
-        "time of a step with ddp2 over that with ddp",
+        "time of a step with ddp2 ÷ that with ddp",
         "step_p50",
         "backend",
         ("ddp2",),

@@ -141,7 +141,7 @@ def outcome_in_words(result: Result) -> str:
 
 def expectation_details(expected: Expected) -> list[str]:
     """Return where an expected failure comes from: its library, what it was measured with, a program that shows it."""
-    library = expected.library and f"known of {expected.library}"
+    library = expected.library and f"known failure of {expected.library}"
     measured = expected.measured and f"measured with {expected.measured}"
     return [part for part in (library, measured, expected.reproduction) if part]
 

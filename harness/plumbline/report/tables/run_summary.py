@@ -19,7 +19,7 @@ from plumbline.results.records import KNOWN, UNEXPECTED_PASS, CellRecord, groupe
 from plumbline.results.run import Run
 
 SIMULATED: Final = "simulated"
-NOT_ABOUT_GPUS: Final = "Devices are simulated: the figures are those of this CPU and say nothing about GPUs."
+NOT_ABOUT_GPUS: Final = "Devices are simulated: the figures are for this CPU and say nothing about GPUs."
 MOST_SUBJECTS: Final = 2
 MOST_MISTAKES: Final = 3
 

@@ -70,7 +70,10 @@ class KubernetesEngine(Engine):
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> KubernetesEngine:
-        for option, what in (("image", "the image of its pods"), ("volume", "the claim that holds the reports")):
+        for option, what in (
+            ("image", "the image of its pods"),
+            ("volume", "the persistent volume claim for the reports"),
+        ):
             if not getattr(options, option):
                 raise PlanError(f"--engine kubernetes needs --{option}, {what}")
         claim, _, mount = options.volume.partition("=")

@@ -59,11 +59,11 @@ class StageTimeout:
             waited = f"Stage {self.stage} has waited {self.limit:g} s for {name}"
             if last is None:
                 raise StageTimeoutError(
-                    f"{waited}, and all ranks wait: they do not take the same steps. Check that training_step, "
+                    f"{waited}, and all ranks are waiting: they run different steps. Check that training_step, "
                     "validation_step and the data loaders do the same on all ranks, or give a longer stage_timeout."
                 ) from error
             fault = f"stage {last % self.stages}"
-            between = "" if target in (EVERYBODY, str(last)) else f" (which waits, directly or not, for {fault})"
+            between = "" if target in (EVERYBODY, str(last)) else f" (which waits, directly or indirectly, for {fault})"
             raise StageTimeoutError(
                 f"{waited}{between}: {fault}, on rank {last}, makes no progress. Check what that process does, or give "
                 "a longer stage_timeout."

@@ -177,14 +177,14 @@ class FlowRecorder(TorchFunctionMode):
         key = self._memory(tensor)
         if key in self.spoiled:
             place = self.spoiled[key]
-            reason = f"{self.flow.after(place // 2)} changes a tensor in place that no block has computed"
+            reason = f"{self.flow.after(place // 2)} modifies in place a tensor that no block computes"
             self.flow.forbid(place, self.position.place, reason)
         for change in self.changes.get(key, ()):
             if change.tensor != id(tensor):
                 first = self.since[key] if label is None else self.made_at[tensor]
                 last = self.position.place if label is None else change.place
                 changing = self.flow.after(change.place // 2)
-                reason = f"{changing} changes a tensor in place that is used later under another name"
+                reason = f"{changing} modifies in place a tensor that is used later through another view"
                 self.flow.forbid(first, last, reason)
 
     def _note_changes(self, given: list[Tensor], before: list[int], *, returning: bool = False) -> None:

@@ -215,7 +215,7 @@ def make_plan(
         enough = devices_that_would_do(lambda count: find(count, count), measure, devices, min(limits))
         if enough is None:
             raise
-        raise DoesNotFitError(f"{refusal} {enough} devices of {min(limits):,} bytes each would do.") from None
+        raise DoesNotFitError(f"{refusal} {enough} devices of {min(limits):,} bytes each would suffice.") from None
 
 
 def measure_chain(

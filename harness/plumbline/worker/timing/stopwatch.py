@@ -78,7 +78,7 @@ class Stopwatch(StepHooks):
         if self._steps != self._extent.steps_in_all:
             error = (
                 f"it made {self._steps} optimizer steps, but its data have {self._extent.steps_in_all} whole batches: "
-                "this workload needs one step per batch, once through the dataset"
+                "this workload needs one step per batch, in one pass over the dataset"
             )
         return RankTrace(rank=rank, world_size=self.world_size, steps=(), error=error, failed_at=None)
 

@@ -126,7 +126,7 @@ class UpdateReplay(Observer):
         """Replay the step that is about to be taken."""
         self._close(optimizer)  # left from a step that raised
         for outer in self._open:
-            outer.why = "another optimizer takes this optimizer's step, and is judged in its place"
+            outer.why = "this optimizer delegates its step to another optimizer, which is judged instead"
             outer.due.clear()
             outer.together.clear()
         pending = _Pending(optimizer)
@@ -236,7 +236,9 @@ def _replay(pending: _Pending, sample: ParameterSample, among: Callable[[Tensor]
             if number in overlapping:
                 pending.unjudged["another parameter shares its memory"].append(number)
             elif is_laid_out_otherwise(parameter.grad, parameter):
-                raise NeedsOtherRanks("the step reduces a gradient that ranks have in another layout than its weights")
+                raise NeedsOtherRanks(
+                    "the step reduces a gradient that is laid out over the ranks differently from its weights"
+                )
             elif not _is_finite(parameter.grad):
                 pending.unjudged["its gradient is not finite"].append(number)
             else:

@@ -238,5 +238,5 @@ register(
     GradientHypothesis("exchanged-otherwise", "sync",
         holds(lambda case: case.pattern.every_step and not case.pattern.only_scaled and bool(_sizes(case))),
         "not a known combination of the samples' gradients, and several ranks compute each sample together",
-        "check what ranks exchange in the forward, and that its gradients return to where it came from", 5),
+        "check what ranks exchange in the forward, and that each gradient returns to the rank that it belongs to", 5),
 )  # fmt: skip

@@ -99,7 +99,8 @@ register(
     OracleGradientCase,
     GradientHypothesis("shard-without-gradient", "sync", _missing,
         "right, but zero for the shards of some ranks",
-        "check what these ranks take for padding, and that the reduction writes what the optimizer steps", 941),
+        "check which entries these ranks treat as padding, and that the reduction writes to the tensors that the "
+        "optimizer steps", 941),
     GradientHypothesis("shards-one-step-late", "sync", _one_step_late,
         "right, but the shards of some ranks are the right ones of the previous step",
         "wait for the reduction before the step, and do not use its buffer again before", 320.5),
