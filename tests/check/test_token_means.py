@@ -122,7 +122,7 @@ def test_another_factor_is_told_and_not_judged(world: int, parallel: str) -> Non
     checked = check(world, parallel=parallel, extra=0.5)
     gradients = [one for one in checked.findings if one.check == "gradients"]
     assert {one.outcome for one in gradients} == {Outcome.SKIPPED}
-    assert any("add up to 0.5, and not to 1" in one.message for one in gradients)
+    assert any("add up to 0.5 instead of 1" in one.message for one in gradients)
     (training,) = checked.trainings
     assert training.coverage.gradients.part == 0
 

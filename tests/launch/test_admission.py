@@ -24,7 +24,7 @@ def node(number, **values):
     [
         ({"servers": 8}, "host1: 8 processes were started there .*--nproc-per-node 1"),
         ({"nodes": 3}, "host1 was started as one of 3 nodes, but Plumbline runs with 2: use Plumbline's --nodes 3"),
-        ({"number": 5}, "host1 is node 5, but there are only 2 nodes: count them from 0"),
+        ({"number": 5}, "host1 is node 5, but there are only 2 nodes: number them from 0"),
         ({"number": 0}, r"host0 \(10.0.0.0 on eth0\) and host1 \(10.0.0.1 on eth0\) both have the number 0"),
         ({"address": "", "interface": "ib0"}, "host1 has no network interface ib0 with an IPv4 address"),
     ],

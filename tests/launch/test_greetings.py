@@ -142,7 +142,7 @@ def test_what_one_end_said_does_not_open_the_other():
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        (b"GET / HTTP/1.1\r\n", "it speaks another protocol.*GET / HTTP"),
+        (b"GET / HTTP/1.1\r\n", "it uses another protocol.*GET / HTTP"),
         (b"plumbline nodes 1\n" + bytes(32) + b"\xff\xff", f"65535 bytes; the limit is {LONGEST_GREETING}"),
         (b"plumbline nodes 1\n" + bytes(32) + b"\0\0" + bytes(33), "it sent more than its greeting"),
     ],

@@ -235,7 +235,7 @@ OBSTACLES = {
     "half": (
         Overwriting,
         "entry \\+ layers.0, layers.1, head",
-        "layers.0 or the code after it changes a tensor in place",
+        "layers.0 or the code after it modifies in place a tensor",
     ),
 }
 
