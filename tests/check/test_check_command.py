@@ -62,6 +62,43 @@ if __name__ == "__main__":
 """
 
 
+TWICE = """
+import sys
+import tempfile
+
+import torch._dynamo
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+
+def train(rank, store, is_wrong):
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(rank)
+    for step in range(5):
+        optimizer.zero_grad()
+        (model.module if is_wrong else model)(torch.randn(3, 4)).square().mean().backward()
+        optimizer.step()
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    import multiprocessing
+
+    start = multiprocessing.get_context("fork").Process
+    for number in range(2):
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = f"{folder}/store", sys.argv[1] == str(number)
+            ranks = [start(target=train, args=(rank, *arguments)) for rank in range(2)]
+            for rank in ranks:
+                rank.start()
+            for rank in ranks:
+                rank.join()
+"""
+
+
 EPOCHS = """
 import os
 import signal
@@ -154,6 +191,15 @@ def check(folder, capfd, tmp_path):
 
 def said(text):
     return " ".join(text.split())
+
+
+@pytest.mark.parametrize(("wrong", "code"), [("none", 0), ("0", 1), ("1", 1)])
+def test_trainings_of_several_process_groups_are_judged_apart(check, wrong, code):
+    found, out, _, verdict = check(TWICE, arguments=(wrong,))
+    assert found == code, out
+    assert [one["verdict"] for one in verdict["trainings"]] == [
+        "wrong" if wrong == str(n) else "right" for n in range(2)
+    ]
 
 
 def test_a_right_script_keeps_its_output_and_its_surroundings(check, folder, monkeypatch):

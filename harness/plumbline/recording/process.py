@@ -6,6 +6,8 @@ import atexit
 import os
 from collections.abc import Callable
 from multiprocessing import util
+from typing import Any
+from uuid import uuid4
 
 import torch.distributed
 
@@ -17,6 +19,16 @@ def rank_and_world() -> tuple[int, int] | None:
     """Return the rank of this process and the size of the world, None if there is no process group."""
     group = torch.distributed
     return (group.get_rank(), group.get_world_size()) if group.is_available() and group.is_initialized() else None
+
+
+def group_name() -> str:
+    """Return a name that all ranks of the default process group share, and no other group has; "" if there is none."""
+    try:
+        c10d: Any = torch.distributed.distributed_c10d
+        store = c10d.PrefixStore("plumbline group", c10d._get_default_store())
+        return str(store.compare_set("name", "", uuid4().hex).decode())  # the name of the rank that asks first
+    except Exception:  # there is no group, or its store cannot do that
+        return ""
 
 
 def follow_processes(

@@ -15,6 +15,9 @@ Deal = dict[int, tuple[int, list[list[int]]]]
 """For each rank: the number of the data loader iterator that gets other samples, and the samples of its first
 batches."""
 
+GROUP = "group-"
+"""Prefix of an empty file in the folder of each rank. The name of the rank's process group follows."""
+
 WINDOW = "window-"
 """Prefix of the folder of a later window. The number of its first step follows."""
 

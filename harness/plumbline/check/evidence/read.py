@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from plumbline.check.evidence.options import FILE, read_options
+from plumbline.check.evidence.options import FILE, GROUP, read_options
 from plumbline.check.evidence.training import BackwardPass, Parameter, RecordedRank, RecordedStep, RecordedTraining
 from plumbline.core.errors import TraceError
 from plumbline.evidence.read import read_file
@@ -20,12 +20,12 @@ def read_trainings(folder: Path) -> list[RecordedTraining]:
     The ranks of a process group make one training. Each process without a group makes a training of its own. A file
     that cannot be read raises ``TraceError``, which names it.
     """
-    groups: dict[tuple[int, int], list[RecordedRank]] = defaultdict(list)
+    groups: dict[tuple[int, str], list[RecordedRank]] = defaultdict(list)
     for own in sorted(folder.glob("rank-*-*"), key=lambda path: [int(part) for part in path.name.split("-")[1:]]):
         rank = _read_rank(own)
         if rank is not None:
-            alone = int(own.name.rpartition("-")[2]) if rank.world_size == 1 and not rank.facts.get("launch") else 0
-            groups[rank.world_size, alone].append(rank)
+            group = next((one.name for one in own.glob(f"{GROUP}*")), "") if rank.world_size > 1 else own.name
+            groups[rank.world_size, group].append(rank)
     objective = read_options(str(folder)).objective if (folder / FILE).is_file() else ""
     return [RecordedTraining(tuple(sorted(ranks, key=lambda one: one.rank)), objective) for ranks in groups.values()]
 

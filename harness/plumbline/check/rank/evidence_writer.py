@@ -12,9 +12,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from plumbline.check.evidence.options import INTERRUPTED, WINDOW
+from plumbline.check.evidence.options import GROUP, INTERRUPTED, WINDOW
 from plumbline.check.evidence.training import BackwardPass, Facts, RecordedStep
 from plumbline.evidence.rank_file import write_file
+from plumbline.recording.process import group_name
 
 SUFFIX = ".safetensors"
 
@@ -32,6 +33,7 @@ class EvidenceWriter:
         """``folder`` is called once, before the first step is written."""
         self._find = folder
         self._steps = 0
+        self._group = GROUP
 
     @cached_property
     def _folder(self) -> str:
@@ -96,7 +98,8 @@ class EvidenceWriter:
         _wait_until(lambda: sum(one.name.startswith(INTERRUPTED) for one in os.scandir(self._folder)) >= ranks, seconds)
 
     def _ends(self) -> int:
-        own = [one.path for one in os.scandir(self._folder) if one.name.startswith("rank-")]
+        ranks = [one.path for one in os.scandir(self._folder) if one.name.startswith("rank-")]
+        own = [path for path in ranks if os.path.exists(os.path.join(path, self._group))]
         return sum(os.path.exists(os.path.join(path, f"end{SUFFIX}")) for path in own)
 
     def _own(self, rank: int) -> str:
@@ -105,6 +108,10 @@ class EvidenceWriter:
         for each in (*window, folder):
             with suppress(FileExistsError):  # but do not recreate a folder that the check has removed
                 os.mkdir(each)
+                if each is folder:
+                    self._group = f"{GROUP}{group_name()}"
+                    with open(os.path.join(folder, self._group), "w", encoding="utf-8"):
+                        pass
         return folder
 
 
