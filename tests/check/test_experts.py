@@ -444,7 +444,7 @@ def test_a_loss_that_a_module_holds_is_not_judged_by_what_it_returns(plumbline):
     checked.assert_right()
     (left_out,) = checked.trainings[0].coverage.gradients.left_out
     assert {"moe.gate.weight", "first.weight", "first.bias"} == set(left_out.names)
-    assert "a loss that a module holds and does not return" in left_out.why
+    assert "a loss that a module stores but does not return" in left_out.why
 
 
 class Part(nn.Module):

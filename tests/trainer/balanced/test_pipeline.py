@@ -397,7 +397,8 @@ WEIGHTS = Wide.width**2 * 8  # bytes of a layer
 
 def test_what_one_device_refuses_trains_on_as_many_as_it_names():
     # A layer of 200 × 200 with gradient and Adam's state is 4 of these, and a backward adds a fifth to the gradient.
-    with pytest.raises(MisconfigurationError, match=rf"does not fit.*2 devices of {6 * WEIGHTS:,} bytes each would do"):
+    refusal = rf"does not fit.*2 devices of {6 * WEIGHTS:,} bytes each would suffice"
+    with pytest.raises(MisconfigurationError, match=refusal):
         balanced(1, None, device_memory=6 * WEIGHTS).fit(Wide())
     trainer = trained_alike(Wide, 2, device_memory=6 * WEIGHTS)
     peaks = trainer.balance.measured.stage_peak_bytes
