@@ -417,10 +417,11 @@ def noisy(model):
 
 
 def trained_after(change):
-    """Return a training that changes the gradients of its model before each step."""
+    """Return a training whose ranks have samples of their own, and that changes gradients before each step."""
 
     def train():
         model = small()
+        torch.manual_seed(dist.get_rank())
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         for _ in range(STEPS):
             optimizer.zero_grad()
@@ -448,29 +449,13 @@ def averaged(model):
         one.grad /= dist.get_world_size()
 
 
-def on_own_samples(change):
-    """Return a training whose ranks have samples of their own, and that changes gradients before each step."""
-
-    def train():
-        model = small()
-        torch.manual_seed(dist.get_rank())
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for _ in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model).backward()
-            change(model)
-            optimizer.step()
-
-    return train
-
-
 @pytest.mark.parametrize("limit", [math.inf, 100.0], ids=["only measured", "not reached"])
 def test_gradients_that_are_averaged_after_a_call_that_clips_nothing_are_right(plumbline, limit):
     def measure_and_average(model):
         nn.utils.clip_grad_norm_(model.parameters(), limit)
         averaged(model)
 
-    plumbline.check(on_own_samples(measure_and_average), ranks=2, steps=STEPS).assert_right(require_full=True)
+    plumbline.check(trained_after(measure_and_average), ranks=2, steps=STEPS).assert_right(require_full=True)
 
 
 @pytest.mark.parametrize("limit", [100.0, 0.01], ids=["not reached", "reached"])
@@ -481,7 +466,7 @@ def test_a_factor_after_clipping_is_found(plumbline, limit):
         for one in model.parameters():
             one.grad /= dist.get_world_size()
 
-    checked = plumbline.check(on_own_samples(divide_after_clipping), ranks=2, steps=STEPS)
+    checked = plumbline.check(trained_after(divide_after_clipping), ranks=2, steps=STEPS)
     (wrong,) = [one for one in checked.findings if one.outcome.is_bad]
     assert (wrong.check, wrong.cause) == ("gradients", "averaged-twice")
 
@@ -500,7 +485,7 @@ def test_each_rank_clipping_by_itself_is_found(plumbline, clip, first):
         for step in (clip, averaged) if first == "clip" else (averaged, clip):
             step(model)
 
-    checked = plumbline.check(on_own_samples(change), ranks=2, steps=STEPS)
+    checked = plumbline.check(trained_after(change), ranks=2, steps=STEPS)
     root = next((one for one in checked.findings if one.outcome.is_bad and not one.consequence_of), None)
     assert (root and root.cause) == ("clipped-before-averaging" if first == "clip" else None)
 
@@ -543,7 +528,7 @@ def test_the_factors_of_a_script_that_clips_are_not_those_of_its_loss(plumbline)
         for one in model.parameters():
             one.grad *= 0.01 / norm
 
-    checked = plumbline.check(on_own_samples(clip), ranks=2, steps=STEPS)
+    checked = plumbline.check(trained_after(clip), ranks=2, steps=STEPS)
     checked.assert_right(require_full=True)
     (loss,) = [one.message for one in checked.findings if one.check == "objective"]
     assert loss == "The loss is the mean over all 8 terms of cross_entropy."

@@ -40,9 +40,6 @@ class InPlace(Enum):
     CONSTANT = "is a constant"
 
 
-_WEAK: Any = StorageWeakRef
-
-
 class Received:
     """The memory of results without a gradient that collectives return for tensors with one, and of dependent values.
 
@@ -81,7 +78,7 @@ class Received:
     def _note(self, tensors: Iterable[Tensor]) -> None:
         for one in tensors:
             if (memory := _memory_of(one)) is not None:
-                self._memory[memory._cdata] = _WEAK(memory)
+                self._memory[memory._cdata] = StorageWeakRef(memory)  # type: ignore[no-untyped-call]
 
 
 def _memory_of(tensor: Tensor) -> Any:

@@ -104,14 +104,15 @@ class EvidenceWriter:
 
     def _own(self, rank: int) -> str:
         folder = os.path.join(self._folder, f"rank-{rank}-{os.getpid()}")
-        window = [self._folder] if os.path.basename(self._folder).startswith(WINDOW) else []
-        for each in (*window, folder):
-            with suppress(FileExistsError):  # but do not recreate a folder that the check has removed
-                os.mkdir(each)
-                if each is folder:
-                    self._group = f"{GROUP}{group_name()}"
-                    with open(os.path.join(folder, self._group), "w", encoding="utf-8"):
-                        pass
+        # Folders that the check has removed are not created again.
+        if os.path.basename(self._folder).startswith(WINDOW):
+            with suppress(FileExistsError):
+                os.mkdir(self._folder)
+        with suppress(FileExistsError):
+            os.mkdir(folder)
+            self._group = f"{GROUP}{group_name()}"
+            with open(os.path.join(folder, self._group), "w", encoding="utf-8"):
+                pass
         return folder
 
 

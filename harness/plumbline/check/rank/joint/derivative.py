@@ -192,13 +192,18 @@ class JointDerivative:
             len(own) == len(self._still[0]) and all(map(_are_near, own, self._still[0])) for own in self._still
         )
         forward = self._forward
-        found = (forward.magnitude, forward.spread, forward.changes_in_place, forward.receives_constants)
-        measured = exchange.values(list(found))
-        self._magnitude = sum(magnitude for magnitude, *_ in measured)
+        measured = {
+            "magnitude": forward.magnitude,
+            "spread": forward.spread,
+            "in_place": forward.changes_in_place,
+            "receives": forward.receives_constants,
+        }
+        every = exchange.values(measured)
+        self._magnitude = sum(one["magnitude"] for one in every)
         # A forward may compute in a coarser format than its parameters and outputs show.
-        self.unit = max([self.unit, *(spread / SPREAD for _, spread, *_ in measured)])
-        self.in_place = [*InPlace] if any(changes for _, _, changes, _ in measured) else [InPlace.DERIVED]
-        self.receives_constants = any(receives for *_, receives in measured)
+        self.unit = max([self.unit, *(one["spread"] / SPREAD for one in every)])
+        self.in_place = [*InPlace] if any(one["in_place"] for one in every) else [InPlace.DERIVED]
+        self.receives_constants = any(one["receives"] for one in every)
         self.limit = LIMIT_16_BIT if self.is_coarse else LIMIT
         self._rehearsed(lambda: self._forward.rehearse_roughly(self.unit))
 

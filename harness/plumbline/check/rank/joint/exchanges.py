@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
@@ -106,18 +106,21 @@ class ExchangeFunctions:
     def _applied(self, run: Callable[..., Any], kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling() or not self._attends(kind):
             return run(*args, **kwargs)
-        before, with_all = collectives(), _with_all_ranks()
-        is_own = not kwargs and not kind.__module__.startswith("torch.")
-        copies = map_tensors(args, _copy_of_input) if is_own else ()
+        before = collectives()
+        if kwargs or kind.__module__.startswith("torch."):  # its backward is not compared
+            result = run(*args, **kwargs)
+            self._has_communicated |= bool(_with_graph(result)) and collectives() != before
+            return result
+        copies = map_tensors(args, _copy_of_input)
         inputs = list(tensors_in(copies))
         drawn = RandomState.now(one.device for one in inputs)
-        result = run(*args, **kwargs)
-        outputs = [one for one in tensors_in(result) if one.grad_fn is not None]
-        if outputs:
-            self._has_communicated |= collectives() != before
-        if outputs and is_own and _with_all_ranks() != with_all:
-            node = outputs[0].grad_fn
-            self._follow(Exchanged(kind, copies, inputs, drawn, ref(node)), node)
+        result = run(*args)
+        after = collectives()
+        if after != before and (outputs := _with_graph(result)):
+            self._has_communicated = True
+            if _with_all_ranks(after) != _with_all_ranks(before):
+                node = outputs[0].grad_fn
+                self._follow(Exchanged(kind, copies, inputs, drawn, ref(node)), node)
         return result
 
     def _attends(self, kind: Any) -> bool:
@@ -245,11 +248,15 @@ def _copied(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
     return [None if one is None else one.detach().clone() for one in gradients]
 
 
-def _with_all_ranks() -> int:
-    """Return how often this process has communicated in groups of all ranks."""
+def _with_graph(result: Any) -> list[Tensor]:
+    return [one for one in tensors_in(result) if one.grad_fn is not None]
+
+
+def _with_all_ranks(counts: Mapping[str, int]) -> int:
+    """Return how many of these collectives are in groups of all ranks."""
     group = torch.distributed
     if not (group.is_available() and group.is_initialized()):
         return 0
     c10d: Any = group.distributed_c10d
     everyone = {str(name) for one, name in c10d._world.pg_names.items() if one.size() == group.get_world_size()}
-    return sum(count for name, count in collectives().items() if name in everyone)
+    return sum(count for name, count in counts.items() if name in everyone)

@@ -6,11 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
-
+from plumbline.check.rank.joint.operator_watch import OperatorWatch
 from plumbline.check.rank.store_exchange import AbsentRankError, Exchange, NoAgreementError
 from plumbline.devices.calls import OutOfMemoryError
-from plumbline.recording.sharding import dtensors
 from plumbline.replay.collectives import groups_in, is_collective, members_of_groups
 
 MESSAGES = frozenset({"send", "recv_", "recv_any_source_"})
@@ -42,7 +40,7 @@ class Meetings:
         """
         self._begin()
         try:
-            with _BeforeCollectives(self):
+            with OperatorWatch(self._before):
                 yield
         except Exception as error:
             self._leave(told(error))
@@ -59,6 +57,11 @@ class Meetings:
             self._exchange(group, members_of_groups()[group]).values(None)
         except AbsentRankError as error:
             raise NoAgreementError(str(error)) from error
+
+    def _before(self, func: Any, arguments: list[Any]) -> None:
+        if is_collective(func) and func._schema.name.partition("::")[2] not in MESSAGES:
+            for group in groups_in(arguments):
+                self.meet(group)
 
     def _begin(self) -> None:
         self._number += 1
@@ -79,25 +82,3 @@ def told(error: Exception) -> str:
     if isinstance(error, OutOfMemoryError):
         return "no memory is left to run it again"
     return str(error) if isinstance(error, NoAgreementError) else f"{type(error).__name__}: {error}"
-
-
-class _BeforeCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Meets before each operator that communicates, also inside operators on DTensors."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, meetings: Meetings) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._meetings = meetings
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(one, dtensors().DTensor) for one in types):
-            return NotImplemented
-        if is_collective(func) and func._schema.name.partition("::")[2] not in MESSAGES:
-            for group in groups_in((*args, *(kwargs or {}).values())):
-                self._meetings.meet(group)
-        return func(*args, **(kwargs or {}))

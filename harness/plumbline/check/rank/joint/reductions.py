@@ -7,12 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from plumbline.check.rank.joint.operator_watch import OperatorWatch
 from plumbline.check.rank.joint.weights import JointWeights
-from plumbline.recording.sharding import dtensors
 from plumbline.replay.collectives import is_collective
 from plumbline.replay.nested import tensors_in
 
@@ -42,42 +41,24 @@ def used_after_reductions(weights: JointWeights) -> Iterator[set[int]]:
         if places:
             del running[places[-1] :]
 
+    def before(func: Any, arguments: list[Any]) -> None:
+        if not running:
+            return
+        module = running[-1]
+        if is_collective(func):
+            module.has_reduced |= "reduce" in func._schema.name
+        elif any(one.has_reduced for one in running):
+            owners = map(weights.owner_of, tensors_in(arguments))
+            used = {owner for owner in owners if owner is not None}
+            if module.has_reduced and len(used) == 1:
+                found.update(used)
+            for one in running if used else ():
+                one.has_reduced = False
+
     handles = [register_module_forward_pre_hook(begins), register_module_forward_hook(ends, always_call=True)]
     try:
-        with _Uses(weights, running, found):
+        with OperatorWatch(before):
             yield found
     finally:
         for handle in handles:
             handle.remove()
-
-
-class _Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    supports_higher_order_operators = True
-
-    def __init__(self, weights: JointWeights, running: list[_Running], found: set[int]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._weights = weights
-        self._running = running
-        self._found = found
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(one, dtensors().DTensor) for one in types):
-            return NotImplemented
-        if self._running:
-            self._note(func, [*tensors_in(args), *tensors_in(kwargs or {})])
-        return func(*args, **(kwargs or {}))
-
-    def _note(self, func: Any, given: list[Tensor]) -> None:
-        module = self._running[-1]
-        if is_collective(func):
-            module.has_reduced |= "reduce" in func._schema.name
-        elif any(one.has_reduced for one in self._running):
-            used = {owner for one in given if (owner := self._weights.owner_of(one)) is not None}
-            if module.has_reduced and len(used) == 1:
-                self._found |= used
-            for one in self._running if used else ():
-                one.has_reduced = False

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from plumbline.check.evidence.training import as_real, segment
 from plumbline.check.rank.memory_needed import is_free
-from plumbline.check.rank.optimizer.optimizer_replay import memory
 from plumbline.recording.observer import Facts
 from plumbline.recording.sharding import arrival_leaves, distributed, laid_out_as, local, whole
+from plumbline.replay.memory import address_of
 from plumbline.replay.own_numbers import normal
 from plumbline.replay.parameter_copies import ParameterCopies
 from plumbline.replay.precision import ReplayPrecision
@@ -173,8 +173,9 @@ class JointWeights(ParameterCopies):
 
     def owner_of(self, tensor: Tensor) -> int | None:
         """Return the id of the parameter whose leaf lies in the memory of a tensor, None if there is none."""
-        start = memory(tensor)
-        return next((number for number, (_, leaf) in self._copies.items() if start and memory(leaf) == start), None)
+        start = address_of(tensor)
+        owners = (number for number, (_, leaf) in self._copies.items() if address_of(local(leaf)) == start)
+        return next(owners, None) if start else None
 
     def _frozen(self, parameter: nn.Parameter) -> JointParameter:
         return JointParameter("", parameter, self._gathered.get(id(parameter)))
