@@ -374,7 +374,7 @@ def clip(spec: Spec, parameters: list[nn.Parameter], parts: list[nn.Parameter]) 
 
 def by_hand(spec: Spec) -> tuple[list[nn.Parameter], Callable[[Tensor, Tensor], None]]:
     rank, world = dist.get_rank(), dist.get_world_size()
-    stages = [Model(spec, END if place == world - 1 else WIDTH, first=not place) for place in range(world)]
+    stages = [Model(spec, END if index == world - 1 else WIDTH, first=not index) for index in range(world)]
     stage = stages[rank]
 
     def step(rows: Tensor, targets: Tensor) -> None:
@@ -411,7 +411,7 @@ def scheduled(spec: Spec) -> tuple[list[nn.Parameter], Callable[[Tensor, Tensor]
     schedule: Any = getattr(pipelining, f"Schedule{spec.schedule}")
     has_one = spec.schedule in ("GPipe", "1F1B")
     count = world if has_one else 2 * world
-    stages = [Model(spec, END if place == count - 1 else WIDTH, first=not place) for place in range(count)]
+    stages = [Model(spec, END if index == count - 1 else WIDTH, first=not index) for index in range(count)]
     places = [rank] if has_one else [rank, count - 1 - rank] if "V" in spec.schedule else [rank, rank + world]
     mine = [pipelining.PipelineStage(stages[one], one, count, torch.device("cpu")) for one in places]
     running = schedule(mine[0] if has_one else mine, 4, functional.mse_loss)
@@ -446,7 +446,7 @@ class Result:
 def checked(spec: Spec) -> Result:
     begin = time.monotonic()
     try:
-        check = check_function(partial(train, spec), spec.ranks, steps=STEPS, timeout=100)
+        check = check_function(partial(train, spec), spec.ranks, steps=STEPS, timeout=400)
         failed = next((end for end in check.ends if end.has_failed), None)
         if failed is not None or not check.trainings:
             why = f"rank {failed.rank}: {failed.description or failed.stderr[-300:]}" if failed else check.obstacle

@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ class Communicating(nn.Module):
 
 def _communicating() -> tuple[list[nn.Module], Step]:
     rank, world = dist.get_rank(), dist.get_world_size()
-    replicas = [dist.new_group(range(place, world, 2)) for place in range(2)][rank % 2]
+    replicas = [dist.new_group(range(index, world, 2)) for index in range(2)][rank % 2]
     model = Communicating([Stage(), Stage(4)][rank % 2])
 
     def averaged(rows: Tensor, targets: Tensor) -> None:
@@ -192,6 +193,61 @@ def _replicas() -> tuple[list[nn.Module], Step]:
     return [module], averaged
 
 
+def _freed() -> tuple[list[nn.Module], Step]:
+    """Two stages by hand that free what they have sent, and call autograd's engine, as Megatron-LM does."""
+    rank = dist.get_rank()
+    stage = [Stage(), Stage(4)][rank]
+
+    def backward(values: Tensor, gradient: Tensor) -> None:
+        torch.autograd.Variable._execution_engine.run_backward(
+            tensors=(values,), grad_tensors=(gradient,), keep_graph=False, create_graph=False, inputs=(),
+            allow_unreachable=True, accumulate_grad=True,
+        )  # fmt: skip
+
+    def step(rows: Tensor, targets: Tensor) -> None:
+        for own, wanted in zip(rows.chunk(2), targets.chunk(2), strict=True):
+            if rank == 0:
+                values = stage(own)
+                dist.send(values.detach(), 1)
+                gradient = torch.empty(values.shape)
+                values.data = torch.empty(1)
+                dist.recv(gradient, 1)
+                backward(values, gradient)
+            else:
+                received = torch.empty(len(own), WIDTH)
+                dist.recv(received, 0)
+                received.requires_grad_()
+                loss = functional.mse_loss(stage(received), wanted) / 2
+                backward(loss, torch.ones_like(loss))
+                dist.send(received.grad * (2 if MISTAKE == "gradient-sent-doubled" else 1), 0)
+
+    return [stage], step
+
+
+def _converted(sent_as: torch.dtype) -> tuple[list[nn.Module], Step]:
+    """Two stages by hand under autocast, whose 16-bit outputs are converted before they are sent."""
+    rank = dist.get_rank()
+    stage = [Stage(), Stage(4)][rank]
+
+    def step(rows: Tensor, targets: Tensor) -> None:
+        for own, wanted in zip(rows.chunk(2), targets.chunk(2), strict=True):
+            with torch.autocast("cpu", torch.bfloat16):
+                if rank == 0:
+                    values = stage(own)
+                    dist.send(values.detach().to(sent_as), 1)
+                    gradient = torch.empty(values.shape, dtype=sent_as)
+                    dist.recv(gradient, 1)
+                    values.backward(gradient.to(values.dtype))
+                else:
+                    received = torch.empty(len(own), WIDTH, dtype=sent_as)
+                    dist.recv(received, 0)
+                    received.requires_grad_()
+                    (functional.mse_loss(stage(received).float(), wanted) / 2).backward()
+                    dist.send(received.grad * (2 if MISTAKE == "gradient-sent-doubled" else 1), 0)
+
+    return [stage], step
+
+
 def _step(schedule: Any, stages: list[Any]) -> Step:
     def step(rows: Tensor, targets: Tensor) -> None:
         given = [rows] if any(one.is_first for one in stages) else []
@@ -207,6 +263,8 @@ def run(scene: str, mistake: str = "") -> None:
     torch.manual_seed(0)
     others = {
         "communicating": _communicating, "in-parts": _in_parts, "replicas": _replicas, "alike": _alike, "tied": _tied,
+        "freed": _freed, "sent-in-float32": partial(_converted, torch.float32),
+        "sent-in-bfloat16": partial(_converted, torch.bfloat16),
     }  # fmt: skip
     modules, step = others[scene]() if scene in others else _scheduled(scene)
     parameters = [parameter for module in modules for parameter in module.parameters()]

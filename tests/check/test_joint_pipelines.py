@@ -17,6 +17,9 @@ SCHEDULES = (
 
 WRONG = {
     ("communicating", "gradient-sent-doubled"): "some-tensors-scaled",
+    ("freed", "gradient-sent-doubled"): "exchanged-otherwise",
+    ("sent-in-float32", "gradient-sent-doubled"): "exchanged-otherwise",
+    ("sent-in-bfloat16", "gradient-sent-doubled"): "exchanged-otherwise",
     ("tied", "tied-not-added"): "tied-gradients-not-added",
     ("replicas", "replicas-not-averaged"): "some-parameters-not-synchronised",
     ("1F1B", "gradients-not-zeroed"): "previous-step-not-zeroed",
@@ -36,7 +39,9 @@ def checked(plumbline: Any, *scene: str, ranks: int = 0) -> CheckedTraining:
     return training
 
 
-@pytest.mark.parametrize("scene", [*SCHEDULES, "in-parts", "replicas", "tied"])
+@pytest.mark.parametrize(
+    "scene", [*SCHEDULES, "in-parts", "replicas", "tied", "freed", "sent-in-float32", "sent-in-bfloat16"]
+)
 def test_all_of_a_right_pipeline_is_judged(plumbline: Any, scene: str) -> None:
     kind = getattr(joint_pipelines.pipelining, f"Schedule{scene}", None)
     if scene in SCHEDULES and kind is None:

@@ -14,11 +14,12 @@ from plumbline.recording.pause import is_paused
 
 
 class BackwardPasses:
-    """Numbers the calls of ``torch.autograd.backward``, and reports when each begins and ends.
+    """Numbers the backward passes that add to ``.grad``, and reports when each begins and ends.
 
-    A pass inside of another one, as in reentrant checkpointing, is part of it. Calls of ``torch.autograd.grad`` do not
-    count, because they do not change ``.grad``; neither do calls while ``paused``. ``has_failed``: the pass that is
-    running or has just ended raised an exception.
+    These are calls of ``torch.autograd.backward``, and direct calls of autograd's engine, as in Megatron-LM's pipeline
+    schedules. A pass inside of another one, as in reentrant checkpointing, is part of it. Calls of
+    ``torch.autograd.grad`` do not count, because they do not change ``.grad``; neither do calls while ``paused``.
+    ``has_failed``: the pass that is running or has just ended raised an exception.
     """
 
     def __init__(self, begins: Callable[[int, Sequence[Tensor]], None], ends: Callable[[int], None]) -> None:
@@ -31,21 +32,13 @@ class BackwardPasses:
         self.has_failed = False
 
     def install(self) -> None:
-        """Wrap ``torch.autograd.backward`` and ``torch.autograd.grad``."""
+        """Wrap ``torch.autograd.backward``, ``torch.autograd.grad`` and autograd's engine."""
         autograd: Any = torch.autograd
         backward, grad = autograd.backward, autograd.grad
+        variable: Any = autograd.Variable
 
         def followed_backward(*args: Any, **kwargs: Any) -> Any:
-            if self.is_apart:
-                return backward(*args, **kwargs)
-            self._enter(_roots(args, kwargs))
-            try:
-                return backward(*args, **kwargs)
-            except BaseException:
-                self.has_failed = self._depth == 1
-                raise
-            finally:
-                self._leave()
+            return self._followed(backward, args, kwargs)
 
         def followed_grad(*args: Any, **kwargs: Any) -> Any:
             self._apart += 1
@@ -56,6 +49,20 @@ class BackwardPasses:
 
         replace(autograd, "backward", followed_backward)
         replace(autograd, "grad", followed_grad)
+        if (engine := getattr(variable, "_execution_engine", None)) is not None:
+            replace(variable, "_execution_engine", _FollowedEngine(engine, self._followed))
+
+    def _followed(self, backward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.is_apart:
+            return backward(*args, **kwargs)
+        self._enter(_roots(args, kwargs))
+        try:
+            return backward(*args, **kwargs)
+        except BaseException:
+            self.has_failed = self._depth == 1
+            raise
+        finally:
+            self._leave()
 
     @property
     def is_apart(self) -> bool:
@@ -85,6 +92,22 @@ class BackwardPasses:
         self._depth -= 1
         if self._depth == 0:
             self._ends(self.count - 1)
+
+
+class _FollowedEngine:
+    """Autograd's engine, whose backward passes are followed."""
+
+    def __init__(self, engine: Any, followed: Callable[..., Any]) -> None:
+        self._engine = engine
+        self._followed = followed
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        adds = kwargs.get("accumulate_grad", False)
+        run = self._engine.run_backward
+        return self._followed(run, args, kwargs) if adds else run(*args, **kwargs)
 
 
 def in_backward() -> bool:

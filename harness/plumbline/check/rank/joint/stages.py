@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from plumbline.check.rank.joint.copies_and_parts import COARSE
 from plumbline.check.rank.joint.forward import RecordedCall
 from plumbline.evidence.rank_file import tensor_bytes
 from plumbline.recording.observer import Facts
@@ -17,6 +18,9 @@ from plumbline.replay.own_numbers import normal
 
 LIMIT = 2.0**7
 """Largest error of a right gradient, in multiples of the noise, as in ``derivative``."""
+
+LIMIT_16_BIT = 2.0**4
+"""The same in 16-bit formats, as in ``derivative``."""
 
 
 def passed_on(calls: Sequence[RecordedCall]) -> Facts:
@@ -46,12 +50,12 @@ def changed_on_the_way(every: Sequence[Facts], unit: float) -> list[Facts]:
     Values that several ranks send or receive are left out: it is not known how their gradients belong together.
     """
     sent, received = (dict(_summed([one[kind] for one in every])) for kind in ("sent", "received"))
-    found = []
+    found, limit = [], LIMIT_16_BIT if unit >= COARSE else LIMIT
     for digest, (sender, arrived, squares) in sent.items():
         if digest in received:
             receiver, computed, others = received[digest]
             noise = unit * math.sqrt(squares + others)
-            if sender >= 0 <= receiver and abs(arrived - computed) > LIMIT * noise:
+            if sender >= 0 <= receiver and abs(arrived - computed) > limit * noise:
                 error = abs(arrived - computed) / noise if noise else math.inf
                 factor = arrived / computed if computed else math.inf
                 found.append({"sender": receiver, "receiver": sender, "error": error, "factor": factor})
@@ -69,8 +73,13 @@ def _summed(every: Sequence[Sequence[Sequence[float]]]) -> Iterator[tuple[object
 
 
 def _digest(values: Tensor) -> str:
-    content = tensor_bytes(local(values).detach().cpu())
-    return hashlib.blake2b(content, digest_size=8).hexdigest() + str(values.dtype)
+    """Return a digest that stays the same if values are sent in a wider or a narrower format than they were computed.
+
+    Under autocast, a script may convert a stage's 16-bit outputs to float32 before it sends them.
+    """
+    own = local(values).detach().cpu()
+    content = tensor_bytes(own.to(torch.bfloat16) if own.is_floating_point() else own)
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
 def _projected(gradient: Tensor) -> tuple[float, float]:
