@@ -34,7 +34,7 @@ from torch.optim.optimizer import Optimizer
 from plumbline.evidence import rank_file as evidence
 from plumbline.evidence.tensor_store import TensorStore
 from plumbline.evidence.trace import STORE_ABOVE, RankTrace
-from plumbline.worker.recording.recorder import Recorder
+from plumbline.worker.recorder.recorder import Recorder
 
 
 class Timed(Recorder):

@@ -200,7 +200,7 @@ def exponents(ranks: Sequence[int], columns: Sequence[Sequence[float]]) -> list[
     """Return rows of a table with the slope of each column's logarithms over those of the ranks."""
     rows = []
     for least in (0, FROM):
-        among = [place for place, number in enumerate(ranks) if number >= least]
+        among = [index for index, number in enumerate(ranks) if number >= least]
         if len(among) > 1:
             over = numpy.log([ranks[place] for place in among])
             slopes = [numpy.polyfit(over, numpy.log([column[place] for place in among]), 1)[0] for column in columns]

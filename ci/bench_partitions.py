@@ -79,7 +79,7 @@ def seconds_of(kind: str, count: int, generator: random.Random) -> list[float]:
     if kind == "transformer":  # embedding, equal layers, a head
         layer = generator.uniform(0.9, 1.1)
         return [0.1, *[layer * generator.uniform(0.97, 1.03) for _ in range(count - 2)], generator.uniform(0.5, 4.0)]
-    return [generator.uniform(0.1, 1.0) * 0.8**place for place in range(count)]  # a ResNet's early layers cost more
+    return [generator.uniform(0.1, 1.0) * 0.8**index for index in range(count)]  # a ResNet's early layers cost more
 
 
 KINDS = ("uniform", "log-normal", "transformer", "decreasing")
@@ -96,7 +96,7 @@ def random_cases() -> list[Case]:
         saved = [int(one * generator.uniform(0.5, 2.0) * 10**6) for one in seconds]
         state = [int(generator.lognormvariate(0.0, 1.0) * 10**6) for _ in seconds]
         rows = zip(seconds, saved, state, strict=True)
-        costs = tuple(BlockCost(str(place), one, kept, held, 0) for place, (one, kept, held) in enumerate(rows))
+        costs = tuple(BlockCost(str(index), one, kept, held, 0) for index, (one, kept, held) in enumerate(rows))
         cases.append(Case(kind, Profile(costs), generator.randint(2, min(6, blocks - 1))))
     return cases
 

@@ -159,8 +159,8 @@ def findings(cause: int | None) -> list[Finding]:
     if cause is not None:
         told |= {"cause": f"mistake-{cause}", "family": "averaging", "parameter": names[0], "hint": "look there"}
     return [
-        Finding(f"check{place}", outcome, "m" * 300, **told, error_grid=None if place else grid)
-        for place in range(FINDINGS)
+        Finding(f"check{index}", outcome, "m" * 300, **told, error_grid=None if index else grid)
+        for index in range(FINDINGS)
     ]
 
 

@@ -145,8 +145,8 @@ def train(settings: Settings, rank: int) -> None:
     batches = _batches(settings, rank, double)
     for _ in range(5):
         _zero(settings, "before", optimizers, plain)
-        for place in range(settings.accumulate):
-            with _waiting(settings, model, place):
+        for index in range(settings.accumulate):
+            with _waiting(settings, model, index):
                 x, y = next(batches)
                 with _autocast(settings.precision):
                     loss = _loss(settings, model(x), y)

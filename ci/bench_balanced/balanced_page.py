@@ -210,6 +210,6 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Return a table in Markdown."""
     return [
         f"| {' | '.join(headers)} |",
-        f"|{'|'.join(' --- ' if place == 0 else ' --: ' for place in range(len(headers)))}|",
+        f"|{'|'.join(' --- ' if index == 0 else ' --: ' for index in range(len(headers)))}|",
         *(f"| {' | '.join(row)} |" for row in rows),
     ]

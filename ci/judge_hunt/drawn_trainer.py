@@ -90,9 +90,9 @@ class _Training:
                 window = batches[start : start + job.accumulate]
                 if self.draw.zero == "before":
                     self._zero()
-                for place, batch in enumerate(window):
-                    self._micro_batch(batch, place, window)
-                    if place == len(window) - 1:
+                for index, batch in enumerate(window):
+                    self._micro_batch(batch, index, window)
+                    if index == len(window) - 1:
                         self._end_of_window(window)
                     number += 1
                     due = job.validate_every and number % job.validate_every == 0
@@ -264,9 +264,9 @@ class _Training:
 
     def _change_state(self) -> None:
         every = {
-            f"{number}.{place}.{key}": value
+            f"{number}.{index}.{key}": value
             for number, optimizer in enumerate(self.optimizers)
-            for place, state in enumerate(optimizer.state.values())
+            for index, state in enumerate(optimizer.state.values())
             for key, value in state.items()
             if isinstance(value, Tensor) and value.dim() and value.is_floating_point()
         }

@@ -239,8 +239,8 @@ def synchronised_with_the_first_micro_batch(job):
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
         for window in windows(job, epoch):
-            for place, batch in enumerate(window):
-                with contextlib.nullcontext() if place == 0 else model.no_sync():
+            for index, batch in enumerate(window):
+                with contextlib.nullcontext() if index == 0 else model.no_sync():
                     (job.loss(model(batch), batch) / len(window)).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -253,8 +253,8 @@ def never_synchronised_in_a_short_window(job):
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
         for window in windows(job, epoch):
-            for place, batch in enumerate(window):
-                with contextlib.nullcontext() if place == job.accumulate - 1 else model.no_sync():
+            for index, batch in enumerate(window):
+                with contextlib.nullcontext() if index == job.accumulate - 1 else model.no_sync():
                     (job.loss(model(batch), batch) / len(window)).backward()
             optimizer.step()
             optimizer.zero_grad()

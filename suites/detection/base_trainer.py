@@ -133,9 +133,9 @@ class BaseTrainer:
             self.loader.sampler.set_epoch(epoch)
             number = 0
             for window in self.windows():
-                for place, batch in enumerate(window, start=1):
-                    self.micro_batch(batch, window, last=place == len(window))
-                    if place == len(window):
+                for index, batch in enumerate(window, start=1):
+                    self.micro_batch(batch, window, last=index == len(window))
+                    if index == len(window):
                         self.end_of_window()
                     number += 1
                     if self.job.validate_every and number % self.job.validate_every == 0:

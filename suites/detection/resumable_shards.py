@@ -25,8 +25,8 @@ class Resumable(MeshTrainer):
         while epoch < job.epochs:
             self.loader.sampler.set_epoch(epoch)
             for window in self.windows()[done:]:
-                for place, batch in enumerate(window, start=1):
-                    self.micro_batch(batch, window, last=place == len(window))
+                for index, batch in enumerate(window, start=1):
+                    self.micro_batch(batch, window, last=index == len(window))
                 self.end_of_window()
                 done, steps = done + 1, steps + 1
                 if steps == job.stop_after_step:

@@ -52,13 +52,13 @@ class LossOfTheWholeBatch(Pipeline):
 
     def take(self, chunk, number):
         if self.is_last(chunk) and number == 0:
-            whole = torch.cat([self.kept[chunk.number, place][1] for place in range(self.job.micro_batches)])
+            whole = torch.cat([self.kept[chunk.number, index][1] for index in range(self.job.micro_batches)])
             with self.job.autocast():
                 total = self.job.loss(whole, self.batch)
-            received = [self.kept[chunk.number, place][0] for place in range(self.job.micro_batches)]
+            received = [self.kept[chunk.number, index][0] for index in range(self.job.micro_batches)]
             made = torch.autograd.grad(total, [*received, *self.parameters.values()], allow_unused=True)
             self.made = made[: len(received)]
-            self.kept.update({(chunk.number, place): (None, None) for place in range(self.job.micro_batches)})
+            self.kept.update({(chunk.number, index): (None, None) for index in range(self.job.micro_batches)})
             for parameter, gradient in zip(self.parameters.values(), made[len(received) :], strict=True):
                 parameter.grad = gradient
         return super().take(chunk, number)

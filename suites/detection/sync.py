@@ -220,8 +220,8 @@ def averaged_one_step_late(job):
         for batch in loader(job, epoch):
             job.loss(model(batch), batch).backward()
             average(job, model)
-            for place, parameter in enumerate(model.parameters()):
-                late[place], parameter.grad = parameter.grad, late[place]
+            for index, parameter in enumerate(model.parameters()):
+                late[index], parameter.grad = parameter.grad, late[index]
             optimizer.step()
             optimizer.zero_grad()
 

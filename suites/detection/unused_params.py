@@ -126,9 +126,9 @@ def the_last_gradient_used_again(job):
     for epoch in range(job.epochs):
         for batch in loader(job, epoch):
             job.loss(model(batch), batch).backward()
-            for place, parameter in enumerate(model.parameters()):
-                parameter.grad = kept[place].clone() if parameter.grad is None else parameter.grad
-                kept[place] = parameter.grad.clone()
+            for index, parameter in enumerate(model.parameters()):
+                parameter.grad = kept[index].clone() if parameter.grad is None else parameter.grad
+                kept[index] = parameter.grad.clone()
             average(job, model)
             optimizer.step()
             optimizer.zero_grad()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from plumbline.pytest_plugin.run_recording import payload_of
+from plumbline.pytest_plugin.run_on_disk import payload_of
 
 HERE = Path(__file__).parent.resolve()
 

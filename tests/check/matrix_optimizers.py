@@ -185,9 +185,9 @@ class Shampoo(Whole):
         state["factors"][0] += gradient @ gradient.T
         state["factors"][1] += gradient.T @ gradient
         if state["step"] % group["every"] == 0:
-            for place, factor in enumerate(state["factors"]):
+            for index, factor in enumerate(state["factors"]):
                 values, vectors = torch.linalg.eigh(factor)
-                state["roots"][place] = (vectors * values.clamp(min=1e-6) ** -0.25) @ vectors.T
+                state["roots"][index] = (vectors * values.clamp(min=1e-6) ** -0.25) @ vectors.T
         state["step"] += 1
         left, right = state["roots"]
         return left @ gradient @ right

@@ -53,7 +53,7 @@ class Observed:
 
             return note
 
-        hooks = [p.register_hook(arrived(place)) for place, p in enumerate(parameters) if p.requires_grad]
+        hooks = [p.register_hook(arrived(index)) for index, p in enumerate(parameters) if p.requires_grad]
         for observer in self.observers:
             observer.backward_begins(self.count, [loss])
         loss.backward()

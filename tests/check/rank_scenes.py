@@ -68,10 +68,10 @@ def _fit(
     for epoch in range(epochs):
         if set_epoch and hasattr(getattr(loader, "sampler", None), "set_epoch"):
             loader.sampler.set_epoch(epoch)
-        for place, (inputs, targets) in enumerate(loader):
+        for index, (inputs, targets) in enumerate(loader):
             loss = functional.cross_entropy(model(inputs), targets)
             recorder.backward(loss / divisor, optimizer)
-            if (place + 1) % accumulate == 0:
+            if (index + 1) % accumulate == 0:
                 after_backward()
                 recorder.step(optimizer)
                 before_step()

@@ -26,8 +26,8 @@ def start():
 def fit(model, *, window=1, before_forward=lambda place: None, after_backward=lambda: None):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for _ in range(STEPS):
-        for place in range(window):
-            before_forward(place)
+        for index in range(window):
+            before_forward(index)
             loss = functional.cross_entropy(model(torch.randn(8, 6)), torch.randint(4, (8,)))
             (loss / window).backward()
         after_backward()

@@ -369,13 +369,13 @@ class AveragesInStep(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
-            for place, one in enumerate(group["params"]):
+            for index, one in enumerate(group["params"]):
                 update = one.grad.clone()
                 if self.way == "averages":
                     dist.all_reduce(update)
                     update /= dist.get_world_size()
                 if self.way == "shares":
-                    dist.broadcast(update, place % dist.get_world_size())
+                    dist.broadcast(update, index % dist.get_world_size())
                 if self.way == "forgets":
                     dist.all_reduce(torch.zeros(1))
                 one.sub_(update, alpha=group["lr"])

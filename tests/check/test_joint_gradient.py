@@ -151,9 +151,9 @@ def test_what_is_left_is_averaged_in_replicas_and_divided_again_in_parts(
 ) -> None:
     random = Random(0)
     wrong = []
-    for place, factor in enumerate(factors):
+    for index, factor in enumerate(factors):
         right, left = random.gauss(0.0, 1.0), random.gauss(0.0, 1.0)
-        facts = measured(right, left, right + factor * left) | {"left_in_parts": left if place > 1 else 0.0}
+        facts = measured(right, left, right + factor * left) | {"left_in_parts": left if index > 1 else 0.0}
         wrong.append(replace(evidence().wrong[0], **facts))
     assert has_left_over(wrong) == explains
 

@@ -37,7 +37,7 @@ class Derivative:
 
     def __init__(self, seed: int, gradients: list[float], errors: list[float], left: float = 0.0) -> None:
         self._seed, self._gradients, self._errors, self._left = seed, gradients, errors, left
-        self.groups = [Group((f"w{place}", (4,), 1), (((0, place),),), 1.0) for place in range(len(gradients))]
+        self.groups = [Group((f"w{index}", (4,), 1), (((0, index),),), 1.0) for index in range(len(gradients))]
         fact = {"copies": 1, "ranks": [0], "tied": False, "stage": ""}
         self.every = [[{**fact, "name": one.name, "recorded": [one.name]} for one in self.groups]]
         self.squares: dict[Any, float] = {}

@@ -136,7 +136,7 @@ def test_ranks_that_draw_the_same_rows_again_in_the_same_order_are_accused() -> 
 
 @pytest.mark.parametrize("row", [lambda place: place % 5, lambda place: place // 4 % 6, lambda place: place // 4])
 def test_repeated_rows_in_the_order_of_the_data_are_no_evidence(row: Callable[[int], int]) -> None:
-    batches = [[row(start + place) for place in range(8)] for start in range(0, 64, 8)]
+    batches = [[row(start + index) for index in range(8)] for start in range(0, 64, 8)]
     assert bad(judge_rows_used(of_rows(batches, batches))) == []
 
 
@@ -296,7 +296,7 @@ def of_calls(*ranks: Sequence[Facts], batches: bool = True, alone: bool = True, 
         }
 
     def passes(calls: Sequence[Facts]) -> list[Facts]:
-        return [one_pass(place, noted) for place, noted in enumerate(calls)]
+        return [one_pass(index, noted) for index, noted in enumerate(calls)]
 
     made = [
         a_rank(i, passes(calls), accumulate=len(calls), process={"parallelism": WRAPPED}, **options)
@@ -388,8 +388,8 @@ def test_a_sum_over_micro_batches_of_unknown_origin_is_a_note() -> None:
 )
 def test_a_loss_written_by_hand_that_is_not_divided_is_a_note(means: list[list[float]] | None, is_told: bool) -> None:
     passes = [
-        {"objective": {"calls": [], "alone": False, "means": means}, "batches": {"forwards": [forward([place])]}}
-        for place in range(8)
+        {"objective": {"calls": [], "alone": False, "means": means}, "batches": {"forwards": [forward([index])]}}
+        for index in range(8)
     ]
     ranks = [a_rank(rank, passes, accumulate=4, process={"parallelism": WRAPPED}) for rank in range(2)]
     assert any(isinstance(one, HeadlineNote) for one in judge_objective(training(*ranks))) == is_told

@@ -161,7 +161,7 @@ def test_random_models(
 ) -> None:
     torch.manual_seed(seed)
     # What an in-place layer writes to is not to be the output of another, whose backward pass needs it.
-    layers = [name for place, name in enumerate(layers) if name != "in-place" or layers[:place][-1:] != ["in-place"]]
+    layers = [name for index, name in enumerate(layers) if name != "in-place" or layers[:index][-1:] != ["in-place"]]
     model = nn.Sequential(nn.Linear(8, 8), *(LAYERS[name]() for name in layers), nn.Linear(8, 2))
     model = nn.Sequential(nn.Tanh(), model) if nested else model
     with recording() as recorded:

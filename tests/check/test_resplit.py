@@ -107,7 +107,7 @@ def test_data_that_are_drawn_anew_are_not_judged(plumbline):
 
 def test_batches_of_no_loader_are_not_judged(plumbline):
     def by_hand(data, size, **_):
-        return [padded(data[place] for place in range(first, first + size)) for first in range(0, 12, size)]
+        return [padded(data[index] for index in range(first, first + size)) for first in range(0, 12, size)]
 
     found = said(plumbline, training(of_all, loader_of=by_hand))
     assert found.message == "not judged: the first batch does not come from a torch DataLoader"

@@ -62,8 +62,8 @@ def train(folder, mistake=""):
     for epoch in range(begin // 6, 9):
         order = RandomSampler(data, generator=torch.Generator().manual_seed(epoch))
         loader = DataLoader(data, batch_size=4, sampler=order, generator=torch.Generator())
-        for place, (x, y) in enumerate(loader):
-            if epoch * 6 + place < begin:
+        for index, (x, y) in enumerate(loader):
+            if epoch * 6 + index < begin:
                 continue
             optimizer.zero_grad()
             mse_loss(model(x), y).backward()

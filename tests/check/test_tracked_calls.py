@@ -225,7 +225,7 @@ def test_calls_in_threads() -> None:
         def run(place: int) -> None:
             outputs[place] = bodies[place](x).sum()
 
-        threads = [threading.Thread(target=run, args=(place,)) for place in range(2)]
+        threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
         for one in threads:
             one.start()
         for one in threads:

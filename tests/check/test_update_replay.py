@@ -68,12 +68,12 @@ def steps(optimizer: Optimizer, count: int = 3, change: Callable[[list[Tensor], 
     """Record steps; ``change`` gets the weights before and after the last of them, and changes the latter."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     with watching() as watch, torch.no_grad():
-        for place in range(count):
-            with_gradients(optimizer, without=place - 1)
+        for index in range(count):
+            with_gradients(optimizer, without=index - 1)
             watch.gradients_ready(optimizer)
             before = [p.clone() for p in parameters]
             _plain_step(optimizer)
-            if change is not None and place == count - 1:
+            if change is not None and index == count - 1:
                 change(before, parameters)
             watch.step_ends(optimizer)
     return RecordedTraining((watch.rank(),))
@@ -177,8 +177,8 @@ def _train(optimizer_of: Callable[[Any], Optimizer], count: int = 4) -> list[flo
     model = small_model()
     optimizer = optimizer_of(model.parameters())
     losses = []
-    for place in range(count):
-        loss = nn.functional.dropout(loss_of(model, place), 0.1) + torch.rand(())
+    for index in range(count):
+        loss = nn.functional.dropout(loss_of(model, index), 0.1) + torch.rand(())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -308,8 +308,8 @@ def test_a_hook_of_the_script_within_the_step_is_not_taken_for_a_mistake():
         model = small_model()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         optimizer.register_step_post_hook(lambda *_: [p.data.clamp_(-0.1, 0.1) for p in model.parameters()])
-        for place in range(2):
-            loss_of(model, place).backward()
+        for index in range(2):
+            loss_of(model, index).backward()
             optimizer.step()
 
     findings = list(judge_update(recorded(script)))
@@ -321,8 +321,8 @@ def test_weight_clipping_between_steps_is_information():
     def script() -> None:
         model = small_model()
         optimizer = torch.optim.RMSprop(model.parameters())
-        for place in range(3):
-            loss_of(model, place).backward()
+        for index in range(3):
+            loss_of(model, index).backward()
             optimizer.step()
             for p in model.parameters():
                 p.data.clamp_(-0.05, 0.05)
@@ -336,14 +336,14 @@ def _sam() -> None:
     """Sharpness-aware minimisation: away from the weights, another gradient there, back, and a step."""
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
-    for place in range(3):
-        loss_of(model, place).backward()
+    for index in range(3):
+        loss_of(model, index).backward()
         with torch.no_grad():
             moves = [0.01 * p.grad for p in model.parameters()]
             for p, move in zip(model.parameters(), moves, strict=True):
                 p += move
         optimizer.zero_grad()
-        loss_of(model, place).backward()
+        loss_of(model, index).backward()
         with torch.no_grad():
             for p, move in zip(model.parameters(), moves, strict=True):
                 p -= move
@@ -355,9 +355,9 @@ def _averaged_copy() -> None:
     model = small_model()
     optimizer = torch.optim.Adam(model.parameters())
     average = torch.optim.swa_utils.AveragedModel(model)
-    for place in range(3):
+    for index in range(3):
         optimizer.zero_grad()
-        loss_of(model, place).backward()
+        loss_of(model, index).backward()
         optimizer.step()
         average.update_parameters(model)
 
@@ -366,10 +366,10 @@ def _some_without_gradient() -> None:
     model = small_model(6, 9, 9, 4)
     model[0].requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
-    for place in range(3):
+    for index in range(3):
         optimizer.zero_grad()
-        loss_of(model, place).backward()
-        if place == 1:
+        loss_of(model, index).backward()
+        if index == 1:
             model[4].weight.grad = None
         optimizer.step()
 
@@ -384,16 +384,16 @@ def _one_optimizer_a_parameter() -> None:
 
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(step)
-    for place in range(3):
-        loss_of(model, place).backward()
+    for index in range(3):
+        loss_of(model, index).backward()
 
 
 def _sparse() -> None:
     table = nn.Embedding(20, 3, sparse=True)
     optimizer = torch.optim.SparseAdam(table.parameters())
-    for place in range(3):
+    for index in range(3):
         optimizer.zero_grad()
-        table(torch.tensor([place, 1, 1])).square().sum().backward()
+        table(torch.tensor([index, 1, 1])).square().sum().backward()
         optimizer.step()
 
 
@@ -409,9 +409,9 @@ def _warm_up_from_zero() -> None:
     model = small_model()
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
-    for place in range(3):
+    for index in range(3):
         optimizer.zero_grad()
-        loss_of(model, place).backward()
+        loss_of(model, index).backward()
         optimizer.step()
         schedule.step()
 
@@ -420,9 +420,9 @@ def _tied_by_two_names() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
     model[1].weight.data = model[0].weight.data
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for place in range(2):
+    for index in range(2):
         optimizer.zero_grad()
-        loss_of(model, place).backward()
+        loss_of(model, index).backward()
         optimizer.step()
 
 
@@ -447,9 +447,9 @@ def test_a_compiled_step_rounds_more_and_is_right(name):
             p.data.mul_(1e-6)
         optimizer = getattr(torch.optim, name)(model.parameters())
         step = torch.compile(optimizer.step, backend="aot_eager")
-        for place in range(2):
+        for index in range(2):
             optimizer.zero_grad()
-            (loss_of(model, place) + sum(p.sum() for p in model.parameters())).backward()
+            (loss_of(model, index) + sum(p.sum() for p in model.parameters())).backward()
             step()
 
     torch._dynamo.reset()
@@ -465,9 +465,9 @@ def test_weights_that_are_no_numbers_to_train_are_left_alone():
         model = small_model()
         frozen = [nn.Parameter(torch.ones(9, dtype=dtype), requires_grad=False) for dtype in (torch.uint8, torch.bool)]
         optimizer = torch.optim.AdamW([*frozen, *model.parameters()])
-        for place in range(2):
+        for index in range(2):
             optimizer.zero_grad()
-            loss_of(model, place).backward()
+            loss_of(model, index).backward()
             optimizer.step()
 
     assert outcomes(recorded(script)) == {Outcome.PASSED}
@@ -489,9 +489,9 @@ def test_two_steps_with_one_gradient_are_found():
     def script() -> None:
         model = small_model()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for place in range(2):
+        for index in range(2):
             optimizer.zero_grad()
-            loss_of(model, place).backward()
+            loss_of(model, index).backward()
             optimizer.step()
             optimizer.step()
 
@@ -507,9 +507,9 @@ def test_ranks_that_share_their_weights_are_found():
     def script(chosen: nn.Module) -> Callable[[int], None]:
         def on_rank(rank: int) -> None:
             optimizer = torch.optim.SGD(chosen.parameters(), 0.1)
-            for place in range(2):
+            for index in range(2):
                 optimizer.zero_grad()
-                loss_of(chosen, 2 * place + rank).backward()
+                loss_of(chosen, 2 * index + rank).backward()
                 for p in chosen.parameters():
                     dist.all_reduce(p.grad)
                     p.grad /= 2
@@ -529,9 +529,9 @@ def test_zero_redundancy_is_judged_by_the_share_of_each_rank():
         model = small_model()
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        for place in range(3):
+        for index in range(3):
             optimizer.zero_grad()
-            loss_of(model, place).backward()
+            loss_of(model, index).backward()
             optimizer.step()
             schedule.step()
 

@@ -33,8 +33,8 @@ def run(tmp_path: Path) -> Path:
     header = Header.of(CELLS, command=["pytest"], options={}, fingerprint=Fingerprint(), simulated=True)
     failed = Finding("gradients", Outcome.FAILED, "the sum", "sum-instead-of-mean", "averaging")
     results = [
-        Result.of(cell, Finding("gradients", Outcome.PASSED, "right") if place else failed, "pytest -k it", 0.1)
-        for place, cell in enumerate(CELLS)
+        Result.of(cell, Finding("gradients", Outcome.PASSED, "right") if index else failed, "pytest -k it", 0.1)
+        for index, cell in enumerate(CELLS)
     ]
     timed = PlannedCell.of(Cell("mine", "perf-mlp", "ddp", Topology(1, 2), "32", "cpu")).model_dump()
     with RunWriter(tmp_path, header) as writer:
@@ -122,7 +122,7 @@ def test_several_cells_are_listed(run: Path, capsys: pytest.CaptureFixture) -> N
 
 def test_candidates_that_went_wrong_come_first_and_undeclared_ones_are_counted() -> None:
     ends = ["unsupported", "passed", "deviates", "missing", "failed", "unsupported", "known", "timed_out"]
-    outcomes = {f"mine-w{place}-ddp-1x2-32": end for place, end in enumerate(ends)}
+    outcomes = {f"mine-w{index}-ddp-1x2-32": end for index, end in enumerate(ends)}
     with pytest.raises(PlumblineError) as raised:
         cell_called("ddp", outcomes)
     head, *shown, last = str(raised.value).splitlines()

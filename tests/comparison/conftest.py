@@ -87,9 +87,9 @@ def build_run() -> BuildRun:
         ends = ends or {}
         planned = list(cells if cells is not None else ends)
         results = tuple(
-            Result.of(one, Finding(f"check{place}", outcome, "told"), "pytest -k it", 0.5)
+            Result.of(one, Finding(f"check{index}", outcome, "told"), "pytest -k it", 0.5)
             for one, outcomes in ends.items()
-            for place, outcome in enumerate(outcomes)
+            for index, outcome in enumerate(outcomes)
         )
         footer = Footer.of(results, 0) if finished else None
         return Run(_header(planned, **header), results, footer, Path("not-on-disk"), False, tuple(figures))

@@ -21,7 +21,7 @@ def series(
 
 
 def places(found: list[list]) -> list[list[int]]:
-    return [[point.place for point in points] for points in found]
+    return [[point.index for point in points] for points in found]
 
 
 def test_a_level_that_falls_is_found_where_it_fell() -> None:

@@ -66,7 +66,7 @@ def test_a_bootstrap_of_so_few_launches_misses_more_often_than_it_says(number, a
 def test_rounds_take_the_machine_s_drift_out():
     """In turns, a machine that slows down by half while it measures costs the comparison nothing."""
     noise = random.Random(1)
-    drift = [0.5 * place / 9 for place in range(10)]
+    drift = [0.5 * index / 9 for index in range(10)]
     a, b = ([slower + noise.gauss(0, 0.005) for slower in drift] for _ in range(2))
     low, high = paired_difference(a, b).interval
     assert high - low < 0.02 < 0.2 < welch_difference(a, b).interval[1] - welch_difference(a, b).interval[0]

@@ -42,8 +42,8 @@ def table(
     ``change`` is what happened to the first ``changed`` cells, or to all.
     """
     cases = []
-    for place in range(cells):
-        moved = change if changed is None or place < changed else 0.0
+    for index in range(cells):
+        moved = change if changed is None or index < changed else 0.0
         common = [[launch(noise) for _ in range(number)] for _ in range(2)]
         for _ in range(metrics):
             a, b = ([shared + noise.gauss(0, 0.005) for shared in side] for side in common)
@@ -110,8 +110,8 @@ def test_few_of_those_named_are_named_wrongly():
     wrong = []
     for _ in range(50):
         named = [
-            place
-            for place, size in enumerate(table(noise, number=10, change=SLOWER, changed=10))
+            index
+            for index, size in enumerate(table(noise, number=10, change=SLOWER, changed=10))
             if size is Decision.CHANGED
         ]
         wrong.append(sum(place >= 100 for place in named) / max(1, len(named)))

@@ -151,8 +151,8 @@ def _parsed_by_pytest(arguments, pytester):
     from_here = [str(ROOT / word) if (ROOT / word).exists() else word for word in arguments]
     for word in arguments:
         assert not word.startswith(("suites", "tests")) or (ROOT / word).exists(), f"there is no {word}"
-    for place, word in enumerate(arguments[1:]):
-        if arguments[place] == "-p":
+    for index, word in enumerate(arguments[1:]):
+        if arguments[index] == "-p":
             pytester.makepyfile(**{word: ""})  # a reader's own file
             pytester.syspathinsert()
     config = pytester.parseconfig("--rootdir", str(ROOT), *from_here)  # an unknown option is a UsageError

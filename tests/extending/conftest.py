@@ -9,7 +9,7 @@ import pytest
 
 from plumbline.core.backend import BACKENDS
 from plumbline.core.precision import PRECISIONS
-from plumbline.judge.checks import CHECKS, Recording
+from plumbline.judge.checks import CHECKS, TrainingRecord
 from plumbline.judge.judge import judge
 from plumbline.judge.trace_analysis import TraceAnalysis
 from plumbline.launch.cell_launch import behavior_of, launch
@@ -29,7 +29,7 @@ def outside():
     """Import a file as ``-p`` does it, which registers what it has, and return it as the locator of its subjects."""
 
     def imported(name):
-        for registry in (BACKENDS, CHECKS[Recording], PRECISIONS, WORKLOADS):
+        for registry in (BACKENDS, CHECKS[TrainingRecord], PRECISIONS, WORKLOADS):
             kept.append((registry, dict(registry)))
         spec = importlib.util.spec_from_file_location(f"outside_{name}", OUTSIDE / f"{name}.py")
         module = importlib.util.module_from_spec(spec)

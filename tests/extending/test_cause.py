@@ -23,11 +23,11 @@ def halving_the_last():
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for _ in range(3):
         optimizer.zero_grad()
-        for place in range(3):
+        for index in range(3):
             before = [0 if one.grad is None else one.grad.clone() for one in model.parameters()]
             (nn.functional.mse_loss(model(torch.randn(5, 4)), torch.randn(5, 2)) / 3).backward()
             for one, kept in zip(model.parameters(), before, strict=True):
-                if place == 2:
+                if index == 2:
                     one.grad = kept + (one.grad - kept) / 2
         optimizer.step()
 

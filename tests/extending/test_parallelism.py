@@ -11,7 +11,7 @@ from plumbline.evidence.trace import MicroBatch, RankTrace, Step, Trace
 from plumbline.judge.trace_analysis import TraceAnalysis
 from plumbline.worker.assignment import Assignment
 from plumbline.worker.job import Job
-from plumbline.worker.recording.recorder import Recorder
+from plumbline.worker.recorder.recorder import Recorder
 from plumbline.workloads import WORKLOADS
 
 SAMPLES = frozenset({Held.SAMPLES})
@@ -106,7 +106,7 @@ def test_ranks_that_see_the_same_samples_draw_as_many_as_one_alone(backend, batc
 def test_the_judge_takes_one_loss_of_each_set_of_samples(backend, groups, monkeypatch, cell_of):
     """Ranks of a tensor-parallel group report the same samples; the mean is over the groups, as with ddp over dp."""
     monkeypatch.setitem(BACKENDS, backend.name, backend)
-    samples = {rank: (2 * place, 2 * place + 1) for place, group in enumerate(groups) for rank in group}
+    samples = {rank: (2 * index, 2 * index + 1) for index, group in enumerate(groups) for rank in group}
     ranks = [
         RankTrace(rank, 4, (Step((MicroBatch((samples[rank],), samples[rank]),), {}, {}, {}, ()),)) for rank in range(4)
     ]

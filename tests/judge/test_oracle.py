@@ -121,5 +121,5 @@ def test_a_short_last_window_has_fewer_micro_batches():
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_devices_with_a_loss_of_the_subject_are_put_together(accumulate):
     forwards = [MicroBatch(((i,),)) for i in range(2 * accumulate)]
-    expected = tuple((((2 * place,), (2 * place + 1,)),) for place in range(accumulate))
+    expected = tuple((((2 * index,), (2 * index + 1,)),) for index in range(accumulate))
     assert contract_layout([step(*forwards)], 2, accumulate) == expected

@@ -47,8 +47,8 @@ def trace_of(rows, *, ranks, steps=6, micro_batches=1, devices=1, samples=4):
 
     def micro(rank, step, number):
         drawn = {
-            layer: torch.cat([rows(At(rank, step, number, device, place, samples)) for device in range(devices)])
-            for place, layer in enumerate(LAYERS)
+            layer: torch.cat([rows(At(rank, step, number, device, index, samples)) for device in range(devices)])
+            for index, layer in enumerate(LAYERS)
         }
         return MicroBatch((tuple(range(samples)),) * devices, None, drawn)
 

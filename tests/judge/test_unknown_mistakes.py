@@ -212,7 +212,7 @@ class OneRankLate(Mistake):
     def handed(self, rank, owns, step):
         if rank == 0:
             self.before, self.last = self.last, owns[1]
-        return self.mean([self.before if self.before and place == 1 else own for place, own in enumerate(owns)])
+        return self.mean([self.before if self.before and index == 1 else own for index, own in enumerate(owns)])
 
     before = None
 

@@ -380,7 +380,7 @@ def test_devices_that_are_not_there_are_refused_with_ways_out_that_work(gpus, no
     assert "--accelerator cpu" in said
     assert "--oversubscribe" in said
     words = said.replace(",", " ").replace(":", " ").split()
-    options = {word: words[place + 1] for place, word in enumerate(words[:-1]) if word in ("--gpus", "--nodes")}
+    options = {word: words[index + 1] for index, word in enumerate(words[:-1]) if word in ("--gpus", "--nodes")}
     assert "--nodes" in options or nodes is None
     advised = Matrix(int(options["--gpus"]), nodes and int(options["--nodes"]), accelerator="cuda")
     check_devices(advised, present, oversubscribe=False)

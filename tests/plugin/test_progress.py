@@ -229,11 +229,11 @@ def test_the_time_left_follows_from_the_ranks_that_are_left():
 
 def test_in_a_log_there_is_a_line_now_and_then():
     now, written = [0.0], []
-    log = ProgressLog(written.append, {f"cell-{place}": 1 for place in range(4)}, clock=lambda: now[0])
-    for place in range(4):
+    log = ProgressLog(written.append, {f"cell-{index}": 1 for index in range(4)}, clock=lambda: now[0])
+    for index in range(4):
         now[0] += LOG_EVERY_S / 2
-        log.pytest_runtest_logreport(Report(f"cell-{place}", "call"))
-        log.pytest_runtest_logreport(Report(f"cell-{place}", "teardown"))
+        log.pytest_runtest_logreport(Report(f"cell-{index}", "call"))
+        log.pytest_runtest_logreport(Report(f"cell-{index}", "teardown"))
     assert written == ["1/4 cells · 0 failing · about 1:00 left", "3/4 cells · 0 failing · about 0:13 left"]
 
 

@@ -88,9 +88,9 @@ def build_run() -> BuildRun:
     def build(ends: dict[Cell, list[Outcome]], *, finished: bool = True, simulated: bool = True) -> Run:
         header = Header.of(ends, command=["pytest"], options={}, fingerprint=MACHINE, simulated=simulated)
         results = tuple(
-            Result.of(cell, Finding(f"check{place}", outcome, "told"), "pytest -k it", 0.5)
+            Result.of(cell, Finding(f"check{index}", outcome, "told"), "pytest -k it", 0.5)
             for cell, outcomes in ends.items()
-            for place, outcome in enumerate(outcomes)
+            for index, outcome in enumerate(outcomes)
         )
         return Run(header, results, Footer.of(results, 0) if finished else None, NOWHERE)
 
@@ -146,9 +146,9 @@ def _figures(cell: Cell, measure: Callable[..., Measurement]) -> list[Measuremen
     return [
         measure(cell, "throughput", speed),
         measure(cell, "scaling_strong", speed / (1000.0 * devices)),
-        measure(cell, "step_p50", step, quantiles=tuple(step * (0.8 + (place / 40) ** 8) for place in range(STEPS))),
+        measure(cell, "step_p50", step, quantiles=tuple(step * (0.8 + (index / 40) ** 8) for index in range(STEPS))),
         measure(cell, "memory_allocated_peak", 12 * memory, better="lower"),
-        *(measure(cell, part, (place + 1) * memory, rank=0) for place, part in enumerate(MEMORY)),
+        *(measure(cell, part, (index + 1) * memory, rank=0) for index, part in enumerate(MEMORY)),
         measure(cell, "data_wait", None, unit="share", refusal="unstable: more launches tell"),
     ]
 

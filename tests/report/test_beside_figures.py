@@ -42,8 +42,8 @@ def chunks() -> tuple[TimelineChunk, ...]:
         (1, "forward", 1), (1, "backward", 1), (0, "backward", 0), (0, "backward", 1),
     ]  # fmt: skip
     return tuple(
-        TimelineChunk(rank=rank, stage=rank, micro_batch=number, kind=kind, begin=place * 1e-3, end=(place + 1) * 1e-3)
-        for place, (rank, kind, number) in enumerate(order)
+        TimelineChunk(rank=rank, stage=rank, micro_batch=number, kind=kind, begin=index * 1e-3, end=(index + 1) * 1e-3)
+        for index, (rank, kind, number) in enumerate(order)
     )
 
 

@@ -143,7 +143,7 @@ def test_distributions_stay_on_their_chart(measured: Measure, found: list[list[f
 
 
 def test_a_distribution_is_its_quantiles(measured: Measure) -> None:
-    steps = (*(place / 40 for place in range(40)), 9.0)
+    steps = (*(index / 40 for index in range(40)), 9.0)
     chart = distribution_chart([cell_of({"step_p50": measured(ANY, "step_p50", 0.5, quantiles=steps)})])
     assert chart is not None
     (bar,) = chart.bars

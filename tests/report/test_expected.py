@@ -25,9 +25,9 @@ PASSED, DEVIATES, FAILED, ERRORED = Outcome.PASSED, Outcome.DEVIATES, Outcome.FA
 
 def expecting(build_run: BuildRun, ends: list[tuple[list[Outcome], list[int]]]) -> Run:
     """Return a run of cells that ended so, in which those of the findings that are numbered were expected to fail."""
-    cells = [Cell("reference", f"w{place}", "ddp", Topology(1, 2), "32", "cpu") for place in range(len(ends))]
+    cells = [Cell("reference", f"w{index}", "ddp", Topology(1, 2), "32", "cpu") for index in range(len(ends))]
     run = build_run({cell: outcomes for cell, (outcomes, _) in zip(cells, ends, strict=True)})
-    expected = [place in numbers for outcomes, numbers in ends for place in range(len(outcomes))]
+    expected = [index in numbers for outcomes, numbers in ends for index in range(len(outcomes))]
     results = tuple(
         result.model_copy(update={"expected": SAID if said else None})
         for result, said in zip(run.results, expected, strict=True)

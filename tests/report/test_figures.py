@@ -27,7 +27,7 @@ def timed_run(build_run: BuildRun, measure: Measure, found: list[Outcome], **fie
     """Return a run in which a configuration's cells ended so, and in which it was timed."""
     examined = Cell("reference", "mlp", "ddp", Topology(1, 2), "32", "cpu")
     timed = dataclasses.replace(examined, workload="perf-mlp")
-    others = [dataclasses.replace(examined, workload=f"w{place}") for place in range(len(found))]
+    others = [dataclasses.replace(examined, workload=f"w{index}") for index in range(len(found))]
     run = build_run({cell: [outcome] for cell, outcome in zip(others, found, strict=True)})
     return dataclasses.replace(run, measurements=(measure(timed, "throughput", 100.0, **fields),))
 

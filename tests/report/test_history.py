@@ -60,7 +60,7 @@ def write(measured: Callable[..., Measurement], tmp_path: Path) -> Write:
             Result.of(RIGHT, good, "pytest -k right", 0.1),
             Result.of(WRONG, bad if fails else good, "pytest -k wrong", 0.1),
         ]
-        samples = tuple(speed * (1 + (place - 1) / 200 + (day % 3 - 1) / 300) for place in range(3))
+        samples = tuple(speed * (1 + (index - 1) / 200 + (day % 3 - 1) / 300) for index in range(3))
         figure = measured(RIGHT, "throughput", speed, samples=samples)
         with RunWriter(tmp_path / "reports", header) as writer:
             writer.write(figure, *results)

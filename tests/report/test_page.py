@@ -171,7 +171,7 @@ def test_the_seed_is_that_of_the_run(build_measured_run: BuildRun) -> None:
 
 
 def test_causes_stand_together_the_commonest_first(build_run: BuildRun) -> None:
-    cells = [Cell("reference", f"w{place}", "ddp", Topology(1, 2), "32", "cpu") for place in range(5)]
+    cells = [Cell("reference", f"w{index}", "ddp", Topology(1, 2), "32", "cpu") for index in range(5)]
     run = build_run({cell: [Outcome.FAILED, Outcome.FAILED] for cell in cells})
     causes = {0: "rare", 1: "common", 2: "common", 3: "common"}
     results = tuple(
@@ -191,7 +191,7 @@ def test_what_is_known_is_told_apart_from_what_went_wrong(build_run: BuildRun) -
         outcome=Outcome.FAILED, reason="a known thing", link="https://example.org/1", entry="x.toml, entry 1"
     )
     bad = said.model_copy(update={"reason": "another", "link": "javascript:alert(1)"})
-    cells = [Cell("reference", f"w{place}", "ddp", Topology(1, 2), "32", "cpu") for place in range(3)]
+    cells = [Cell("reference", f"w{index}", "ddp", Topology(1, 2), "32", "cpu") for index in range(3)]
     run = build_run({cell: [Outcome.FAILED] for cell in cells[:2]} | {cells[2]: [Outcome.PASSED]})
     expected = {"w0": said, "w1": bad, "w2": said}
     results = tuple(result.model_copy(update={"expected": expected[result.workload]}) for result in run.results)
@@ -327,7 +327,7 @@ def big_run(folder: Path, *, failing: bool) -> Path:
     ]
     parameters = tuple((f"layers.{number}.weight", 1e6) for number in range(8))
     outcome = Outcome.FAILED if failing else Outcome.PASSED
-    found = [Finding(f"check{place}", outcome, "m" * 300, error_x_noise=3.0, step=0, rank=1) for place in range(10)]
+    found = [Finding(f"check{index}", outcome, "m" * 300, error_x_noise=3.0, step=0, rank=1) for index in range(10)]
     if failing:
         found = [dataclasses.replace(finding, parameters=parameters) for finding in found]
         found[0] = dataclasses.replace(found[0], cause="sum-instead-of-mean", family="averaging")
@@ -360,7 +360,7 @@ def test_500_cells_are_a_small_page(tmp_path: Path, failing: bool) -> None:
 
 def test_many_causes_are_cut_off_with_their_number(build_run: BuildRun) -> None:
     cell = Cell("reference", "mlp", "ddp", Topology(1, 2), "32", "cpu")
-    cells = [dataclasses.replace(cell, workload=f"w{place}") for place in range(MOST_GROUPS + 7)]
+    cells = [dataclasses.replace(cell, workload=f"w{index}") for index in range(MOST_GROUPS + 7)]
     run = build_run({each: [Outcome.FAILED] for each in cells})
     results = tuple(result.model_copy(update={"cause": result.workload, "family": "sync"}) for result in run.results)
     assert "… and 7 more causes" in report_page(dataclasses.replace(run, results=results))

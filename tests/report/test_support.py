@@ -49,7 +49,7 @@ def counted(row: pd.Series) -> int:
 def one_row(build_run: BuildRun, ends: list[list[Outcome]], **settings: bool) -> pd.Series:
     """Return the only row of a run whose cells, all of one configuration, end so."""
     ddp = {
-        Cell("reference", f"w{place}", "ddp", Topology(1, 2), "32", "cpu"): found for place, found in enumerate(ends)
+        Cell("reference", f"w{index}", "ddp", Topology(1, 2), "32", "cpu"): found for index, found in enumerate(ends)
     }
     table = support_table(build_run(ddp, **settings))
     assert len(table) == 1

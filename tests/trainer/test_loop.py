@@ -216,14 +216,14 @@ def test_several_optimizers_take_turns_with_their_own_weights_only(problem):
         micro = order.split(8)  # 4 micro-batches: windows of 3 and 1
         for window in (micro[:3], micro[3:]):
             sums = [[torch.zeros_like(w) for w in net[layer].parameters()] for layer in (0, 2)]
-            for place, indices in enumerate(window):
+            for index, indices in enumerate(window):
                 for turn, layer in enumerate((0, 2)):
                     error = net(data.inputs[indices]) - data.targets[indices]
                     loss = (error.abs() if turn else error.square()).mean() / len(window)
                     own = list(net[layer].parameters())
                     for total, part in zip(sums[turn], torch.autograd.grad(loss, own), strict=True):
                         total += part
-                    if place == len(window) - 1:
+                    if index == len(window) - 1:
                         for weight, total in zip(own, sums[turn], strict=True):
                             weight.grad = total
                         optimizers[turn].step()

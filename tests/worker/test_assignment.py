@@ -10,7 +10,7 @@ import pytest
 from plumbline import current_job
 from plumbline.worker.assignment import Assignment
 from plumbline.worker.job import Job
-from plumbline.worker.recording.recorder import Recorder
+from plumbline.worker.recorder.recorder import Recorder
 
 
 @pytest.mark.parametrize(

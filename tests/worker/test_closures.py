@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import nn
 
-from plumbline.worker.recording.recorder import Recorder
+from plumbline.worker.recorder.recorder import Recorder
 
 
 class Model(nn.Module):

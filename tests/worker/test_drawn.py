@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from plumbline.judge.oracle.oracle import Oracle
-from plumbline.worker.recording.recorder import Recorder
+from plumbline.worker.recorder.recorder import Recorder
 from plumbline.workloads import WORKLOADS
 
 WORKLOAD = WORKLOADS["random-masks"]

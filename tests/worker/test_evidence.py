@@ -133,10 +133,10 @@ def test_a_flipped_bit_anywhere_is_a_trace_or_refused(whole, tmp_path):
     content, _ = whole
     path = tmp_path / "flipped"
     refused = 0
-    for place in range(len(content)):
+    for index in range(len(content)):
         for bit in (0, 5, 7):
             changed = bytearray(content)
-            changed[place] ^= 1 << bit
+            changed[index] ^= 1 << bit
             path.write_bytes(bytes(changed))
             try:
                 assert isinstance(read_rank(path), RankTrace)

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from plumbline.evidence.trace import Step
-from plumbline.worker.recording.passes import OptimizerPart, joined
-from plumbline.worker.recording.recorder import Recorder
+from plumbline.worker.recorder.passes import OptimizerPart, joined
+from plumbline.worker.recorder.recorder import Recorder
 
 BATCH = {"x": torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), "index": torch.arange(6)}
 OTHER = {**BATCH, "index": torch.arange(6, 12)}

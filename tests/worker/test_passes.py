@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from plumbline.worker.recording.recorder import Recorder
+from plumbline.worker.recorder.recorder import Recorder
 from plumbline.workloads import WORKLOADS
 
 

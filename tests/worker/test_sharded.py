@@ -14,7 +14,7 @@ from plumbline.evidence.read import read_rank, read_trace
 from plumbline.evidence.trace import Shard
 from plumbline.launch.cell_launch import launch
 from plumbline.launch.settings import Settings
-from plumbline.worker.recording.recorder import Recorder
+from plumbline.worker.recorder.recorder import Recorder
 from plumbline.workloads import WORKLOADS
 
 SUBJECTS = Path(__file__).parent / "subjects" / "sharded.py"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from plumbline.worker.recording.recorder import Recorder
+from plumbline.worker.recorder.recorder import Recorder
 
 
 class Model(nn.Module):
@@ -23,12 +23,12 @@ def test_what_is_said_to_be_skipped_is_a_step_without_gradients():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.register_step_pre_hook(recorder.optimizer_steps.before)
     optimizer.register_step_post_hook(recorder.optimizer_steps.after)
-    for place in range(3):
-        batch = {"x": torch.randn(6, 4), "index": torch.arange(6) + 6 * place}
+    for index in range(3):
+        batch = {"x": torch.randn(6, 4), "index": torch.arange(6) + 6 * index}
         loss = model(batch).square().mean()
         recorder.on_loss(batch)
         loss.backward()
-        if place == 1:
+        if index == 1:
             recorder.skipped(optimizer, 1024.0)
         else:
             optimizer.step()

@@ -8,7 +8,7 @@ import torch
 from plumbline.judge.oracle.oracle import Oracle
 from plumbline.worker.assignment import Assignment
 from plumbline.worker.job import Job
-from plumbline.worker.recording.recorder import Recorder
+from plumbline.worker.recorder.recorder import Recorder
 from plumbline.workloads import WORKLOADS
 
 

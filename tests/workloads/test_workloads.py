@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from plumbline.worker.assignment import Assignment
 from plumbline.worker.job import Job
-from plumbline.worker.recording.recorder import Recorder
+from plumbline.worker.recorder.recorder import Recorder
 from plumbline.workloads import PERFORMANCE, WORKLOADS
 
 EVERY = pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
@@ -57,7 +57,7 @@ def test_float64_weights_are_the_float32_ones(workload):
 def test_data_is_the_same_at_every_call_and_every_sample_knows_its_place(workload, devices):
     first, second = workload.dataset(devices), workload.dataset(devices)
     assert equal(first.columns, second.columns)
-    assert [int(first[place]["index"]) for place in range(len(first))] == list(range(len(first)))
+    assert [int(first[index]["index"]) for index in range(len(first))] == list(range(len(first)))
     assert first.batch([3, 1])["index"].tolist() == [3, 1]
 
 

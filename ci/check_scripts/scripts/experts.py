@@ -48,7 +48,7 @@ class Experts(nn.Module):
         world = dist.get_world_size()
         local = len(self.experts)
         mine = sent.view(world, local, CAPACITY, WIDTH)
-        done = torch.stack([one(mine[:, place]) for place, one in enumerate(self.experts)], 1)
+        done = torch.stack([one(mine[:, index]) for index, one in enumerate(self.experts)], 1)
         back = AllToAll.apply(done.reshape(EXPERTS, CAPACITY, WIDTH))
         out = torch.zeros_like(x)
         for expert, rows in enumerate(places):

@@ -41,6 +41,7 @@ class Cell:
 
     @property
     def contract(self) -> Backend:
+        """The registered backend: what it promises is what the judge compares with."""
         return BACKENDS[self.backend]
 
     @property

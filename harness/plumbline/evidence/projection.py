@@ -133,8 +133,8 @@ class _Reading:
         wide[size:].zero_()
         factors = _chunk_factors(start // chunk, wide.numel() // chunk, self.columns, wide.device)
         weights = row_weights(wide.device)[:, : self.rows]
-        for place, half in enumerate(_halves(wide) if self.split else (wide,)):
-            self.sums[place] += torch.matmul(weights, half.view(-1, self.rows, self.columns)).mul_(factors).sum(0)
+        for index, half in enumerate(_halves(wide) if self.split else (wide,)):
+            self.sums[index] += torch.matmul(weights, half.view(-1, self.rows, self.columns)).mul_(factors).sum(0)
         return wide
 
     def projection(self) -> Tensor:

@@ -140,8 +140,8 @@ def flatten(trace: RankTrace) -> tuple[dict[str, Any], Tensors]:
         continues = step.before is previous
         for part in ("gradients", "after", "buffers", "held_back") + (() if continues else ("before",)):
             tensors.update({f"{number}/{part}/{name}": value for name, value in getattr(step, part).items()})
-        for place, micro in enumerate(step.micro_batches):
-            tensors.update({f"{number}/drawn {place}/{name}": value for name, value in micro.drawn.items()})
+        for index, micro in enumerate(step.micro_batches):
+            tensors.update({f"{number}/drawn {index}/{name}": value for name, value in micro.drawn.items()})
         steps.append(
             {
                 "micro_batches": [[micro.forwards, micro.loss] for micro in step.micro_batches],
@@ -207,9 +207,9 @@ def unflatten(values: dict[str, Any], tensors: Tensors) -> RankTrace:
                     MicroBatch(
                         tuple(tuple(share) for share in forwards),
                         None if loss is None else tuple(loss),
-                        parts.get((number, f"drawn {place}"), {}),
+                        parts.get((number, f"drawn {index}"), {}),
                     )
-                    for place, (forwards, loss) in enumerate(step["micro_batches"])
+                    for index, (forwards, loss) in enumerate(step["micro_batches"])
                 ),
                 before=steps[-1].after if step["continues"] else parts.get((number, "before"), {}),
                 gradients=parts.get((number, "gradients"), {}),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from plumbline.core.outcome import Outcome
-from plumbline.evidence.recording import SkippedStep, StepRecord
+from plumbline.evidence.training_record import SkippedStep, StepRecord
 
 if TYPE_CHECKING:
     import torch

@@ -141,8 +141,8 @@ def _ways(analysis: TraceAnalysis, index: int) -> Iterator[tuple[str, list[Share
 
 def _recomputed(batch: Sequence[Share], early: int) -> list[Share]:
     order = list(batch[:early])
-    for place, share in enumerate(batch):
-        order += [*batch[place + early : place + early + 1], share]
+    for index, share in enumerate(batch):
+        order += [*batch[index + early : index + early + 1], share]
     return order
 
 

@@ -211,7 +211,7 @@ def mark_consequences(
     checks detected, and the finding of the later check is the consequence.
     """
     rules, findings = RULES if rules is None else rules, list(findings)
-    places = {check: place for place, check in enumerate(ORDER)}
+    places = {check: index for index, check in enumerate(ORDER)}
     bad = sorted((one for one in findings if one.outcome.is_bad), key=lambda one: places.get(one.check, len(ORDER)))
     origins: dict[str, str] = {}
     hints: dict[str, str | None] = {}

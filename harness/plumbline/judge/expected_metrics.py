@@ -66,13 +66,13 @@ class ReportedValue:
     name: str
     value: float
     rank: int
-    place: Position
+    position: Position
     previous: Position | None
 
     @property
     def step(self) -> int:
         """The last step that had begun."""
-        steps, micro_batches = self.place
+        steps, micro_batches = self.position
         return steps if micro_batches else max(steps - 1, 0)
 
 
@@ -95,24 +95,24 @@ class LossTable:
         for trace in self.analysis.trace.ranks:
             last: dict[str, tuple[Position | None, Position]] = {}
             for logged in trace.logged:
-                place = position_of(self.analysis, logged.step, logged.micro_batches, trace.rank)
-                if logged.name not in RIGHT or not self._is_judgeable(logged.name, place):
+                position = position_of(self.analysis, logged.step, logged.micro_batches, trace.rank)
+                if logged.name not in RIGHT or not self._is_judgeable(logged.name, position):
                     continue
                 before, latest = last.get(logged.name, (None, None))
                 # Two reports at one position cover the same samples.
-                previous = before if latest == place else latest
-                last[logged.name] = (previous, place)
-                reports.append(ReportedValue(logged.name, logged.value, trace.rank, place, previous))
+                previous = before if latest == position else latest
+                last[logged.name] = (previous, position)
+                reports.append(ReportedValue(logged.name, logged.value, trace.rank, position, previous))
         return tuple(reports)
 
-    def _is_judgeable(self, name: str, place: Position) -> bool:
-        if place[0] > len(self.analysis.steps) or name not in self.means_over_samples:
+    def _is_judgeable(self, name: str, position: Position) -> bool:
+        if position[0] > len(self.analysis.steps) or name not in self.means_over_samples:
             return False
         if not self.noise[name].runs:
             return False  # every forward of one device overflows in this precision
         if name == TRAINING:
             # Optimizers that take turns have one loss each.
-            return place > (0, 0) and not any(global_step.ranks[0].turns for global_step in self.analysis.steps)
+            return position > (0, 0) and not any(global_step.ranks[0].turns for global_step in self.analysis.steps)
         # Ranks may evaluate with buffers of their own, until the next training forward shares them.
         return self.world == 1 or not self.oracle.buffers
 
@@ -159,9 +159,9 @@ class LossTable:
             return None
         return done[steps].ranks[0].before if steps < len(done) else done[-1].ranks[0].after
 
-    def _buffers(self, place: Position) -> Tensors:
+    def _buffers(self, position: Position) -> Tensors:
         """Return the first rank's buffers at a position; within a window, as its forwards so far left them."""
-        step, micro_batches = place
+        step, micro_batches = position
         if step >= len(self.analysis.steps):
             return self.analysis.trace.ranks[0].final_buffers
         first = self.analysis.steps[step].ranks[0]
@@ -203,18 +203,18 @@ class LossTable:
                 ]
         return tuple(sorted(shares, key=lambda share: (share.step, share.batch, share.rank)))
 
-    def each(self, place: Position, state: LossMode, *, held_out: bool = True) -> torch.Tensor | None:
+    def each(self, position: Position, state: LossMode, *, held_out: bool = True) -> torch.Tensor | None:
         """Return the separate loss of each held-out or each training sample; None if it cannot be computed."""
-        key = (place, state, held_out)
+        key = (position, state, held_out)
         if key not in self._each:
-            self._each[key] = self._one_by_one(place, state, self.held_out if held_out else self.oracle.data)
+            self._each[key] = self._one_by_one(position, state, self.held_out if held_out else self.oracle.data)
         return self._each[key]
 
-    def _one_by_one(self, place: Position, state: LossMode, data: Columns) -> torch.Tensor | None:
-        weights = self.weights(place[0] + state.later)
+    def _one_by_one(self, position: Position, state: LossMode, data: Columns) -> torch.Tensor | None:
+        weights = self.weights(position[0] + state.later)
         if weights is None:
             return None
-        buffers = self._buffers(place)
+        buffers = self._buffers(position)
         self.oracle.load(weights)
         training, everybody = state.training, range(len(data))
         try:
@@ -224,11 +224,11 @@ class LossTable:
 
     def evaluated(self, report: ReportedValue, state: LossMode) -> BatchShares:
         """Return the batch shares of the last evaluation before a report, with the samples as they were drawn."""
-        losses = self.each(report.place, state)
+        losses = self.each(report.position, state)
         if losses is None:
             return ()
         ranks: list[Evaluation | None] = [
-            next((e for e in reversed(trace.evaluations) if (e.step, e.micro_batches) <= report.place), None)
+            next((e for e in reversed(trace.evaluations) if (e.step, e.micro_batches) <= report.position), None)
             for trace in self.analysis.trace.ranks
         ]
         latest = max(((e.step, e.micro_batches) for e in ranks if e is not None), default=None)
@@ -249,8 +249,8 @@ class LossTable:
         """
         if report.name == HELD_OUT:
             return [window for window in (self.evaluated(report, state),) if window]
-        done = self.until(report.place, state)
-        steps, micro_batches = report.place
+        done = self.until(report.position, state)
+        steps, micro_batches = report.position
         last = steps if micro_batches else steps - 1
         epoch = last // self.analysis.epochs.windows * self.analysis.epochs.windows
         begins: list[Position] = [report.previous or (0, 0), (last, 0), (epoch, 0)]
@@ -258,15 +258,15 @@ class LossTable:
         windows.append(tuple(p for p in done if p.step == steps - 1))
         return [window for window in dict.fromkeys(windows) if window]
 
-    def until(self, place: Position, state: LossMode) -> BatchShares:
+    def until(self, position: Position, state: LossMode) -> BatchShares:
         """Return all batch shares that were trained on before a position."""
-        return tuple(p for p in self.trained(state) if (p.step, p.batch) < place)
+        return tuple(p for p in self.trained(state) if (p.step, p.batch) < position)
 
     def expected_values(self, report: ReportedValue) -> list[float]:
         """Return the correct values: several, because the trainer chooses the window of a mean."""
         if report.name == TRAINING:
             return [mean(window) for window in self.windows(report, RIGHT[TRAINING])]
-        losses = self.each(report.place, RIGHT[HELD_OUT])
+        losses = self.each(report.position, RIGHT[HELD_OUT])
         return [] if losses is None else [float(losses.mean())]
 
     def error(self, report: ReportedValue, value: float) -> float:

@@ -26,7 +26,7 @@ class Interruption:
         self.resumed = TraceAnalysis(resumed, whole.workload, whole.cell, whole.behavior)
 
     @cached_property
-    def place(self) -> int:
+    def steps_done(self) -> int:
         """How many steps were done when training was interrupted."""
         return len(self.saved.steps)
 
@@ -43,7 +43,7 @@ class Interruption:
     @cached_property
     def epoch_begin(self) -> int:
         """The first step of the epoch in which training was interrupted."""
-        return self.place - self.place % self.epoch_length
+        return self.steps_done - self.steps_done % self.epoch_length
 
     @cached_property
     def draws(self) -> tuple[tuple[Draws, ...], tuple[Draws, ...], tuple[Draws, ...]]:
@@ -70,9 +70,14 @@ class Interruption:
     def pairs(self) -> list[tuple[int, int, Step, Step]]:
         """Return each resumed step with its number, its rank, and the same step of the whole training."""
         return [
-            (self.place + global_step.index, rank, step, self.whole.steps[self.place + global_step.index].ranks[rank])
+            (
+                self.steps_done + global_step.index,
+                rank,
+                step,
+                self.whole.steps[self.steps_done + global_step.index].ranks[rank],
+            )
             for global_step in self.resumed.steps
-            if self.place + global_step.index < self.total
+            if self.steps_done + global_step.index < self.total
             for rank, step in enumerate(global_step.ranks)
         ]
 

@@ -1,4 +1,4 @@
-"""Judges a recording, of a subject or of a script: runs its checks and returns their findings."""
+"""Judges a training, of a subject or of a script: runs its checks and returns their findings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from plumbline.core.finding import RAISED, VACUOUS, Finding, in_reading_order
 from plumbline.core.outcome import Outcome
-from plumbline.evidence.recording import Recording
+from plumbline.evidence.training_record import TrainingRecord
 from plumbline.judge.causes.launch import LaunchCase
 from plumbline.judge.causes.step_count import VacuousCase
 from plumbline.judge.checks import CHECKS, Check, checks_of
@@ -25,13 +25,13 @@ BY_STEP, OVER_ALL = ("gradients", "update", "training"), ("buffers", "metrics", 
 """The checks that cannot compare numbers that are out of range. Those by step still judge the steps before."""
 
 
-def run_checks(evidence: Recording) -> list[Finding]:
+def run_checks(evidence: TrainingRecord) -> list[Finding]:
     """Return what every check finds, in the order of the registry."""
     checks = checks_of(type(evidence))
     return [finding for name, check in checks.items() for finding in run_check(name, check, evidence)]
 
 
-def run_check(name: str, check: Check, evidence: Recording) -> Iterator[Finding]:
+def run_check(name: str, check: Check, evidence: TrainingRecord) -> Iterator[Finding]:
     """Yield what one check finds. If it raises, its earlier findings remain, and one without a verdict follows."""
     try:
         found = check(evidence)
@@ -58,13 +58,13 @@ class Kind:
     run: Callable[[Any], list[Finding]] = run_checks
 
 
-def judge(recording: Recording) -> tuple[Finding, ...]:
-    """Run every check of a recording of any kind in ``KINDS``.
+def judge(training: TrainingRecord) -> tuple[Finding, ...]:
+    """Run every check of a training of any kind in ``KINDS``.
 
     Findings are in reading order: root causes before their consequences.
     """
-    kind = next(KINDS[each] for each in type(recording).__mro__ if each in KINDS)
-    return tuple(in_reading_order(mark_consequences(kind.run(recording), kind.rules, same_cause=kind.same_cause)))
+    kind = next(KINDS[each] for each in type(training).__mro__ if each in KINDS)
+    return tuple(in_reading_order(mark_consequences(kind.run(training), kind.rules, same_cause=kind.same_cause)))
 
 
 def _of_subject(analysis: TraceAnalysis) -> list[Finding]:

@@ -54,7 +54,7 @@ def as_replicas(
     if all(len(group) == 1 for group in groups):
         return trace
     members = ([trace.ranks[rank] for rank in group if rank < len(trace.ranks)] for group in groups)
-    replicas = (_replica(place, ranks, mask_shapes) for place, ranks in enumerate(members) if ranks)
+    replicas = (_replica(index, ranks, mask_shapes) for index, ranks in enumerate(members) if ranks)
     return replace(trace, ranks=tuple(replicas))
 
 
@@ -123,7 +123,7 @@ def with_tensors_of_all(parts: Sequence[Step]) -> Step:
 def holders_of(parts: Sequence[Step]) -> dict[str, tuple[int, ...]]:
     """Return the places in ``parts`` of the ranks that hold each parameter."""
     names = dict.fromkeys(name for part in parts for name in part.before)
-    return {name: tuple(place for place, part in enumerate(parts) if name in part.before) for name in names}
+    return {name: tuple(index for index, part in enumerate(parts) if name in part.before) for name in names}
 
 
 def _micro_batches(parts: Sequence[Step], mask_shapes: Mapping[str, tuple[int, ...]]) -> tuple[MicroBatch, ...]:

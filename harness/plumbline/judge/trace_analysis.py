@@ -15,9 +15,9 @@ from torch import Tensor
 
 from plumbline.core.cell import Cell
 from plumbline.core.training_behavior import ORDINARY, TrainingBehavior
-from plumbline.evidence.recording import Recording, StepRecord
 from plumbline.evidence.trace import Step, Tensors, Trace
 from plumbline.evidence.trace import same as same
+from plumbline.evidence.training_record import StepRecord, TrainingRecord
 from plumbline.judge.oracle.dropout_masks import mask_shapes
 from plumbline.judge.oracle.epochs import Epochs
 from plumbline.judge.oracle.layout import (
@@ -95,7 +95,7 @@ class GlobalStep:
         return frozenset(name for step in self.ranks for name in step.held_back)
 
 
-class TraceAnalysis(Recording):
+class TraceAnalysis(TrainingRecord):
     """One trace under analysis. Everything expensive is computed once, and only if a check needs it."""
 
     def __init__(self, trace: Trace, workload: Workload, cell: Cell, behavior: TrainingBehavior = ORDINARY) -> None:
@@ -186,7 +186,7 @@ class TraceAnalysis(Recording):
 
     def judged_as(self, rank: int) -> int:
         """Return the judged rank to which a recorded rank belongs: the reverse of ``holder``."""
-        return next(place for place, ranks in enumerate(self.replicas) if rank in ranks) if self.is_staged else rank
+        return next(index for index, ranks in enumerate(self.replicas) if rank in ranks) if self.is_staged else rank
 
     def buffer_holder(self, index: int, name: str | None) -> int | None:
         """Return the first rank that recorded a buffer at a step; None if none did."""

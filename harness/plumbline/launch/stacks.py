@@ -40,9 +40,9 @@ def calls_of(text: str) -> tuple[PendingCall, ...]:
         elif (found := _CALL.match(line)) and threads:
             threads[-1].append(PendingCall(found["file"], int(found["line"]), found["name"]))
     for calls in threads:
-        for place, call in enumerate(calls):
+        for index, call in enumerate(calls):
             if any(call.file.endswith(file) and call.name == name for file, name in CALLERS):
-                return tuple(calls[:place])
+                return tuple(calls[:index])
     return tuple(current or (threads[-1] if threads else ()))
 
 

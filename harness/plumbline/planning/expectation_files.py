@@ -224,7 +224,7 @@ def _read(file: Path) -> Iterator[Expectation]:
 
 def _complaint(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
-    where = [part + 1 if isinstance(part, int) and place == 1 else part for place, part in enumerate(first["loc"])]
+    where = [part + 1 if isinstance(part, int) and index == 1 else part for index, part in enumerate(first["loc"])]
     if where[:1] == ["expected"] and len(where) > 1:
         where[:2] = [f"entry {where[1]}"]
     message = str(first["ctx"]["error"]) if "error" in first.get("ctx", {}) else first["msg"]

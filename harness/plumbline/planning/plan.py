@@ -268,8 +268,8 @@ def _planned(cell: Cell, matrix: Matrix, declared: Declaration) -> Planned:
 
 def _refuse_namesakes(subjects: Sequence[Declaration]) -> None:
     # A trainer can have several declarations behind one locator, each for different backends.
-    for place, one in enumerate(subjects):
-        for other in subjects[:place]:
+    for index, one in enumerate(subjects):
+        for other in subjects[:index]:
             both = set(one.backends) & set(other.backends)
             if one.name == other.name and (both or one.locator != other.locator):
                 raise PlanError(f"two subjects are named {one.name!r}: rename one")

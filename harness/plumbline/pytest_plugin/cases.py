@@ -24,7 +24,7 @@ from plumbline.machine.fingerprint import device_name
 from plumbline.machine.lease import exclusive_lease
 from plumbline.planning.expectation_files import expected
 from plumbline.planning.plan import Planned
-from plumbline.pytest_plugin.run_recording import attach_outcome, attach_payload, attach_properties
+from plumbline.pytest_plugin.run_on_disk import attach_outcome, attach_payload, attach_properties
 from plumbline.pytest_plugin.session import Session
 from plumbline.report.tables.failures import describe, is_wrong
 from plumbline.report.text import printable_lines
@@ -47,7 +47,7 @@ class ConformanceCase:
 
     def examine(self) -> None:
         cell = self._planned.cell
-        recorded = self._session.recording.known(cell)
+        recorded = self._session.run_on_disk.known(cell)
         if recorded is None and (reason := self._session.timeouts.reason(cell.subject)):
             pytest.skip(reason)  # without a record, so that the run can be resumed
         self._end(recorded or self._examine(), recorded=recorded is not None)
@@ -131,7 +131,7 @@ class BenchmarkCase(ConformanceCase):
     """A planned cell that is measured, as the test ``item``."""
 
     def measure(self, benchmark: Any) -> None:
-        recorded = self._session.recording.known(self._planned.cell)
+        recorded = self._session.run_on_disk.known(self._planned.cell)
         self._end(recorded or self._measure(benchmark), recorded=recorded is not None)
 
     def _measure(self, benchmark: Any) -> Sequence[Result]:
@@ -183,13 +183,13 @@ class BenchmarkCase(ConformanceCase):
                 paired.finish_round()
             if not session.options.profile:
                 return paired, None
-            profile, folder = profiled(own[0], cell, session.recording.new_folder, session.options.settings)
+            profile, folder = profiled(own[0], cell, session.run_on_disk.new_folder, session.options.settings)
             if profile.files:
                 self._profile = str(folder)
             return paired, profile
 
     def _begin(self, pools: Sequence[Pool], cell: Cell) -> Begin:
-        new_folder, settings = self._session.recording.new_folder, self._session.options.settings
+        new_folder, settings = self._session.run_on_disk.new_folder, self._session.options.settings
         return lambda number: TimedLaunch.begin(pools[number % len(pools)], cell, new_folder(), settings)
 
 

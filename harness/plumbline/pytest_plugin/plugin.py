@@ -181,7 +181,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
-    begun = SESSION in config.stash and config.stash[SESSION].recording.path is not None
+    begun = SESSION in config.stash and config.stash[SESSION].run_on_disk.path is not None
     if exitstatus == pytest.ExitCode.INTERRUPTED and PLANNING in config.stash and not begun:
         terminalreporter.write_line("interrupted before the first cell; start again with:")
         terminalreporter.write_line(f"  {command(*_command(config))}")
@@ -208,7 +208,7 @@ def _session(config: pytest.Config, suite: Path) -> Session:
             notify = partial(_notify, config)
             session = Session(vars(config.option), config.rootpath, suite, notify, forks_judges=forks_judges)
         config.stash[SESSION] = session
-        config.pluginmanager.register(session.recording, "plumbline-recording")
+        config.pluginmanager.register(session.run_on_disk, "plumbline-run-on-disk")
         config.pluginmanager.register(SessionHooks(session), "plumbline-session")
     return config.stash[SESSION]
 

@@ -20,7 +20,7 @@ from plumbline.planning.expectation_files import known_of_subject, read_expectat
 from plumbline.planning.options import Options
 from plumbline.planning.plan import Planned, plan
 from plumbline.planning.reproduction import Reproduction
-from plumbline.pytest_plugin.run_recording import RunRecording
+from plumbline.pytest_plugin.run_on_disk import RunOnDisk
 from plumbline.results.header_footer import Header
 from plumbline.results.records import SourceLine
 from plumbline.statistics.intervals import FEWEST_LAUNCHES
@@ -51,7 +51,7 @@ class Session:
         self.notify = notify
         self.upcoming: Sequence[Planned] = ()  # the cells of the next tests
         self.options = Options(given, root, notify)
-        self.recording = RunRecording(self.options)
+        self.run_on_disk = RunOnDisk(self.options)
         self.timeouts = Timeouts(self.options.settings.time_limit)
         own = self.options.own_workloads
         self._reproduction = Reproduction(given, self.options.matrix, own)
@@ -74,7 +74,7 @@ class Session:
         self.cells_in_flight = CellsInFlight(
             self.pools,
             settings,
-            self.recording.new_folder,
+            self.run_on_disk.new_folder,
             notify,
             leases_devices=launcher.nodes is None,
             judges=number_of_judges() if forks_judges else 0,
@@ -117,9 +117,9 @@ class Session:
 
     def begin(self, chosen: Set[str], command: list[str], settings: dict[str, Any]) -> None:
         """Open the run on disk for the cells with these ids. Further calls do nothing."""
-        if not chosen or self.recording.path is not None:
+        if not chosen or self.run_on_disk.path is not None:
             return
-        if self.recording.resumes:  # a run does not plan undeclared cells
+        if self.run_on_disk.resumes:  # a run does not plan undeclared cells
             chosen = chosen - {one.cell.id for one in self.planned if one.refusal}
         examined = [planned.cell for planned in self.planned if planned.cell.id in chosen]
         rest = chosen - {cell.id for cell in examined}
@@ -139,8 +139,8 @@ class Session:
             behaviors=behaviors,
             workloads=self.options.workload_sources,
         )
-        self.recording.begin(header, behaviors)
-        if self.options.resume is not None and not self.recording.resumes:
+        self.run_on_disk.begin(header, behaviors)
+        if self.options.resume is not None and not self.run_on_disk.resumes:
             self.notify(f"{self.options.report_dir} has no run to resume; beginning a new one")
 
     def upcoming_cells(self) -> list[Planned]:
@@ -148,7 +148,7 @@ class Session:
         return [
             one
             for one in self.upcoming
-            if not one.refusal and not self.timeouts.reason(one.cell.subject) and not self.recording.known(one.cell)
+            if not one.refusal and not self.timeouts.reason(one.cell.subject) and not self.run_on_disk.known(one.cell)
         ]
 
     def close(self) -> None:

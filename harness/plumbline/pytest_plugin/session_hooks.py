@@ -18,7 +18,7 @@ import pytest
 from plumbline.core.outcome import Outcome
 from plumbline.engine.cells_in_flight import AHEAD
 from plumbline.pytest_plugin.cases import ConformanceCase
-from plumbline.pytest_plugin.run_recording import outcome_of
+from plumbline.pytest_plugin.run_on_disk import outcome_of
 from plumbline.pytest_plugin.session import Session
 from plumbline.report.tables.cells import undeclared_in_words
 from plumbline.report.terminal import speed_for_terminal, support_for_terminal
@@ -60,10 +60,10 @@ class SessionHooks:
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         self._session.close()
-        self._session.recording.finish(exitstatus)
+        self._session.run_on_disk.finish(exitstatus)
 
     def pytest_terminal_summary(self, terminalreporter: Any, exitstatus: int) -> None:
-        write, recording = terminalreporter.write_line, self._session.recording
+        write, recording = terminalreporter.write_line, self._session.run_on_disk
         undeclared = recording.undeclared
         if recording.path is None:
             if undeclared:
@@ -137,7 +137,7 @@ def deselect_undeclared(
         return
     items[:] = kept
     config.hook.pytest_deselected(items=deselected)
-    session.recording.add_undeclared(results)
+    session.run_on_disk.add_undeclared(results)
     if hasattr(config, "workeroutput"):
         config.workeroutput[_UNDECLARED] = [result.model_dump_json() for result in results]
 
@@ -149,7 +149,7 @@ def receive_undeclared(config: pytest.Config, session: Session | None, output: M
     records = [record_of(line.encode()) for line in output.get(_UNDECLARED, ())]
     results = [record for record in records if isinstance(record, Result)]
     if results and session is not None:
-        session.recording.add_undeclared(results)
+        session.run_on_disk.add_undeclared(results)
     elif results:
         _say(config, _UNDECLARED, _nothing_to_run(results))
 

@@ -49,7 +49,7 @@ def order(end: RankEnd) -> tuple[float, bool, int]:
 
 
 def calls_of_test(end: RankEnd, file: str) -> tuple[PendingCall, ...]:
-    outermost = max((place for place, call in enumerate(end.calls) if call.file == file), default=-1)
+    outermost = max((index for index, call in enumerate(end.calls) if call.file == file), default=-1)
     return end.calls[: outermost + 1] or end.calls
 
 

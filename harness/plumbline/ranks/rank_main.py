@@ -2,7 +2,7 @@
 
 A rank does not exit before all have reported. Its exit would break connections in which other ranks may wait, and hide
 why they wait. It exits without running destructors, which may hang: see
-:mod:`plumbline.worker.recording.late_evidence`.
+:mod:`plumbline.worker.recorder.late_evidence`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from plumbline.launch.stacks import PendingCall, collective_of
 from plumbline.ranks.world import World, separate_rendezvous
 from plumbline.worker.processes import die_with, dump_stacks_on_request, restore_signals
-from plumbline.worker.recording.late_evidence import keep_process_groups
+from plumbline.worker.recorder.late_evidence import keep_process_groups
 
 
 class How(enum.Enum):

@@ -114,22 +114,22 @@ def likely_pieces(model: Sequence[Tensor], masters: Sequence[Tensor]) -> list[Pi
     """
     left = list(range(len(model)))
     found: dict[int, int] = {}
-    for place, master in enumerate(masters):
+    for index, master in enumerate(masters):
         equal = [number for number in left if _is_whole_copy(model[number], master)]
         if len(equal) == 1:
-            found[place] = equal[0]
+            found[index] = equal[0]
             left.remove(equal[0])
-    steps = [later - before for before, later in pairwise(found[place] for place in sorted(found))]
+    steps = [later - before for before, later in pairwise(found[index] for index in sorted(found))]
     pick = max if 2 * sum(step < 0 for step in steps) > len(steps) else min
-    for place, master in enumerate(masters):
-        if place not in found:
+    for index, master in enumerate(masters):
+        if index not in found:
             same = [number for number in left if model[number].shape == master.shape]
             equal = [number for number in same if _is_whole_copy(model[number], master)]
             if not same:
                 return []
-            found[place] = pick(equal or same)
-            left.remove(found[place])
-    return [Piece(model[found[place]], 0, master.numel(), master, 0) for place, master in enumerate(masters)]
+            found[index] = pick(equal or same)
+            left.remove(found[index])
+    return [Piece(model[found[index]], 0, master.numel(), master, 0) for index, master in enumerate(masters)]
 
 
 def _is_certain(model: Sequence[Tensor], pieces: Sequence[Piece]) -> bool:

@@ -56,9 +56,9 @@ class ParameterNames:
     def of(self, optimizer: Optimizer) -> list[str]:
         """Return the names of an optimizer's parameters; one that no module holds is named by its position."""
         made: list[str] = []
-        for place, parameter in enumerate(parameters_of(optimizer)):
-            name = self._name(parameter) or f"{type(optimizer).__name__} parameter {place}"
-            made.append(name if name not in made else f"{name} ({place})")
+        for index, parameter in enumerate(parameters_of(optimizer)):
+            name = self._name(parameter) or f"{type(optimizer).__name__} parameter {index}"
+            made.append(name if name not in made else f"{name} ({index})")
         return made
 
     def of_one(self, parameter: Tensor) -> str:

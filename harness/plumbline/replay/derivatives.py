@@ -156,12 +156,12 @@ class Constants:
         if self.inside_function:
             return args, kwargs
         written, named = _written(func)
-        read_args = tuple(one for place, one in enumerate(args) if place not in written)
+        read_args = tuple(one for index, one in enumerate(args) if index not in written)
         read_kwargs = {name: one for name, one in kwargs.items() if name not in named}
         new_args, new_kwargs = self.exchanged((read_args, read_kwargs))
         left = iter(new_args)
         return (
-            tuple(one if place in written else next(left) for place, one in enumerate(args)),
+            tuple(one if index in written else next(left) for index, one in enumerate(args)),
             {**kwargs, **new_kwargs},
         )
 

@@ -57,8 +57,8 @@ class ModuleState:
             if isinstance(container, dict):
                 container.update({name: new(value) for name, value in saved_content.items()})
             elif isinstance(container, (list, deque)):
-                for place, value in enumerate(saved_content):
-                    container[place] = new(value)
+                for index, value in enumerate(saved_content):
+                    container[index] = new(value)
 
     def restore(self) -> None:
         """Restore the attributes and the contents of their containers."""

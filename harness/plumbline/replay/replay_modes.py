@@ -212,7 +212,7 @@ class _Kind(Enum):
 def _written(func: Any) -> tuple[list[int], list[str]]:
     """Return the positions and the names of the arguments that an operator writes to."""
     arguments = func._schema.arguments if isinstance(func, torch._ops.OpOverload) else ()
-    written = [(place, one) for place, one in enumerate(arguments) if one.alias_info and one.alias_info.is_write]
+    written = [(index, one) for index, one in enumerate(arguments) if one.alias_info and one.alias_info.is_write]
     return [place for place, one in written if not one.kwarg_only], [one.name for _, one in written]
 
 

@@ -318,7 +318,7 @@ def _scalars(output: Any, outputs: Sequence[Tensor]) -> dict[int, str | int]:
     elif not isinstance(output, Tensor) and hasattr(output, "__dict__"):
         parts = vars(output).items()
     named = {id(one): name for name, one in parts if isinstance(one, Tensor) and one.numel() == 1}
-    return {place: named[id(one)] for place, one in enumerate(outputs) if id(one) in named}
+    return {index: named[id(one)] for index, one in enumerate(outputs) if id(one) in named}
 
 
 def _copy(tensor: Tensor) -> Tensor:

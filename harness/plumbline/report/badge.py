@@ -18,8 +18,8 @@ def badge(label: str, value: str, colour: str) -> str:
     widths = [round(len(text) * _WIDTH) + 12 for text in (label, value)]
     title = f"{printable(label)}: {printable(value)}"
     texts = "".join(
-        f'<text x="{sum(widths[:place]) + width / 2}" y="14" textLength="{width - 12}">{escape(printable(text))}</text>'
-        for place, (text, width) in enumerate(zip((label, value), widths, strict=True))
+        f'<text x="{sum(widths[:index]) + width / 2}" y="14" textLength="{width - 12}">{escape(printable(text))}</text>'
+        for index, (text, width) in enumerate(zip((label, value), widths, strict=True))
     )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{sum(widths)}" height="20" role="img" '

@@ -242,14 +242,14 @@ def _wrong(groups: Sequence[FailureGroup], subjects: Sequence[SubjectCauses], *,
         yield f"- {markdown(doubt)}"
     shown = room - 3 - len(doubts) - 2  # room for the heading, the command, and the number of further causes
     several = len({group.subject for group in groups}) > 1
-    for place, group in enumerate(groups[:shown]):
+    for index, group in enumerate(groups[:shown]):
         finding, count = group.findings[0], len(group.findings)
         family = f" ({markdown(group.family)})" if group.family else ""
         error = "" if finding.error_x_noise is None else f", {x_noise(finding.error_x_noise)}"
         message = markdown(shortened(message_of(finding), _LONGEST_MESSAGE))
         of = f" of {markdown(group.subject)}" if several else ""
         yield f"- **{markdown(group.title)}**{family} in {counted(count, 'cell')}{of}{error}: {message}"
-        if finding.reproduce and not place:
+        if finding.reproduce and not index:
             yield f"  - {markdown_code(finding.reproduce)}"
     if len(groups) > shown:
         yield f"- … and {len(groups) - shown} more causes, in report.html"

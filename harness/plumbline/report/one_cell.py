@@ -204,8 +204,8 @@ def _beside_figures(
 
 
 def _place(run: Run, cell: str, commands: Iterable[str]) -> Iterator[RenderableType]:
-    for place, command in enumerate(dict.fromkeys(filter(None, commands))):
-        if place == 0:
+    for index, command in enumerate(dict.fromkeys(filter(None, commands))):
+        if index == 0:
             yield _title("Reproduce")
         lines = [printable(command)]
         with suppress(ValueError):  # unbalanced quotation marks: not written by Plumbline

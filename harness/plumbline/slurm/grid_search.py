@@ -48,8 +48,8 @@ class Hyperparameters(argparse.Namespace):
         if search == "grid_search":
             chosen: Iterable[tuple[Any, ...]] = itertools.islice(itertools.product(*options.values()), wanted)
         else:
-            places = random.Random(seed).sample(range(every), wanted)
-            chosen = (_combination(place, list(options.values())) for place in places)
+            numbers = random.Random(seed).sample(range(every), wanted)
+            chosen = (_combination(number, list(options.values())) for number in numbers)
         return [dict(zip(options, values, strict=True)) for values in chosen]
 
     def trial(self, values: dict[str, Any]) -> argparse.Namespace:
@@ -94,11 +94,11 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
         return Hyperparameters(super().parse_args(args, namespace), dict(self._options), self._strategy, self._seed)
 
 
-def _combination(place: int, options: list[tuple[Any, ...]]) -> tuple[Any, ...]:
-    """Return the options at an index of the grid, which can be too large to iterate over."""
+def _combination(number: int, options: list[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """Return the options of a trial of the grid, which can be too large to iterate over."""
     found: list[Any] = []
     for choices in reversed(options):
-        place, index = divmod(place, len(choices))
+        number, index = divmod(number, len(choices))
         found.insert(0, choices[index])
     return tuple(found)
 

@@ -6,8 +6,8 @@ sample, and the noise is the spread of the runs on either side of a change, or t
 With fewer runs, only the noise of launches is known; the minimum effect leaves room for drift, as in a comparison of
 two runs (``report.comparison.figure_changes``).
 
-**One change**: of all places where a series can be cut in two, the one whose difference is least likely by chance. Its
-p-value is multiplied by the number of places (Bonferroni), because the largest of many differences is large even
+**One change**: of all positions at which a series can be cut, the one whose difference is least likely by chance. Its
+p-value is multiplied by the number of positions (Bonferroni), because the largest of many differences is large even
 without a change.
 
 **Many series**: Benjamini and Hochberg's procedure over all of them limits false alarms. **Many changes**: a series
@@ -43,15 +43,15 @@ class Series:
 
 @dataclass(frozen=True)
 class ChangePoint:
-    """The level changed between run ``place`` - 1 and run ``place``, by ``difference``."""
+    """The level changed between run ``index`` - 1 and run ``index``, by ``difference``."""
 
-    place: int
+    index: int
     difference: Estimate
 
 
 @dataclass(frozen=True)
 class _Cut:
-    """The most likely change in the runs ``begin`` to ``end`` of a series; ``chance`` is corrected for all places."""
+    """The most likely change in the runs ``begin`` to ``end`` of a series; ``chance`` is corrected for all of them."""
 
     series: int
     begin: int
@@ -71,26 +71,26 @@ def change_points(every: Sequence[Series]) -> list[list[ChangePoint]]:
         for cut, chance in zip(cuts, adjusted, strict=True):
             if chance <= 1 - CONFIDENCE:
                 found[cut.series].append(cut.point)
-                parts += [(cut.series, cut.begin, cut.point.place), (cut.series, cut.point.place, cut.end)]
-    return [sorted(points, key=lambda point: point.place) for points in found]
+                parts += [(cut.series, cut.begin, cut.point.index), (cut.series, cut.point.index, cut.end)]
+    return [sorted(points, key=lambda point: point.index) for points in found]
 
 
 def _best_cut(series: Series, number: int, begin: int, end: int) -> _Cut | None:
     cuts = list(_differences(series.runs[begin:end]))
     if not cuts:
         return None
-    place, estimate = min(cuts, key=lambda cut: (cut[1].chance(series.least), -abs(cut[1].mean)))
+    index, estimate = min(cuts, key=lambda cut: (cut[1].chance(series.least), -abs(cut[1].mean)))
     chance = min(1.0, estimate.chance(series.least) * len(cuts))
-    return _Cut(number, begin, end, ChangePoint(begin + place, estimate), chance)
+    return _Cut(number, begin, end, ChangePoint(begin + index, estimate), chance)
 
 
 def _differences(runs: Sequence[Samples]) -> Iterator[tuple[int, Estimate]]:
-    for place in range(1, len(runs)):
-        before, after = runs[:place], runs[place:]
+    for index in range(1, len(runs)):
+        before, after = runs[:index], runs[index:]
         noise = [one for one in (_noise_of_launches(before, after), _noise_of_runs(before, after)) if one]
         if noise:
             error, freedom = max(noise)
-            yield place, Estimate(fmean(map(fmean, after)) - fmean(map(fmean, before)), error, freedom)
+            yield index, Estimate(fmean(map(fmean, after)) - fmean(map(fmean, before)), error, freedom)
 
 
 def _noise_of_launches(before: Sequence[Samples], after: Sequence[Samples]) -> tuple[float, float] | None:

@@ -147,8 +147,8 @@ def train_epoch(trainer: Any, state: TrainingState, resources: RankResources) ->
             report_loss(trainer, state.module, losses, resources)
             return False
         share, losses = len(window), []
-        for place, unmoved in enumerate(window, start=1):
-            batch, last = move(unmoved), place == share
+        for index, unmoved in enumerate(window, start=1):
+            batch, last = move(unmoved), index == share
             for turn in turns:
                 with frozen(turn.others):
                     loss = engine.backward(batch, state.batches, turn.arguments, share, last)

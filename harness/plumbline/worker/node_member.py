@@ -27,8 +27,8 @@ from plumbline.worker.assignment import Assignment
 from plumbline.worker.child_registry import Address, connect
 from plumbline.worker.job import Job
 from plumbline.worker.processes import dump_stacks_on_request
-from plumbline.worker.recording.late_evidence import answer_requests, keep_process_groups
-from plumbline.worker.recording.recorder import ChildRecorder, compute_as_named
+from plumbline.worker.recorder.late_evidence import answer_requests, keep_process_groups
+from plumbline.worker.recorder.recorder import ChildRecorder, compute_as_named
 
 VARIABLE = "PLUMBLINE_ASSIGNMENT"
 """The environment variable for children, as JSON: the node's assignment, its first process, and the registry's

@@ -19,8 +19,8 @@ from plumbline.worker.assignment import Assignment, stack_beside
 from plumbline.worker.job import Job
 from plumbline.worker.node_member import current_member
 from plumbline.worker.processes import dump_stacks_on_request
-from plumbline.worker.recording.late_evidence import answer_requests, block_requests, keep_process_groups
-from plumbline.worker.recording.recorder import Recorder, compute_as_named
+from plumbline.worker.recorder.late_evidence import answer_requests, block_requests, keep_process_groups
+from plumbline.worker.recorder.recorder import Recorder, compute_as_named
 from plumbline.worker.step_hooks import StepCounter, StepHooks
 from plumbline.worker.timing.stopwatch import Stopwatch
 
@@ -48,7 +48,7 @@ def run(
     """Train one rank and write its evidence. Does not return: the process ends here.
 
     ``done`` is memory that outlives this process, for the number of completed steps. The process ends without running
-    destructors, because a teardown may hang: see :mod:`plumbline.worker.recording.late_evidence`.
+    destructors, because a teardown may hang: see :mod:`plumbline.worker.recorder.late_evidence`.
     """
 
     def record_training() -> int:

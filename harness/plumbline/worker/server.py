@@ -38,7 +38,7 @@ from plumbline.worker.processes import (
     wakeup_pipe,
 )
 from plumbline.worker.rank_handle import ForkedRank
-from plumbline.worker.recording.late_evidence import REQUEST
+from plumbline.worker.recorder.late_evidence import REQUEST
 
 
 class ParentDisconnected(OSError):  # noqa: N818

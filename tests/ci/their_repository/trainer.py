@@ -44,8 +44,8 @@ class Trainer:
 
     def _train(self, group: list[object]) -> None:
         self.optimizer.zero_grad()
-        for place, batch in enumerate(group):
-            self._backward(batch, len(group), is_last=place == len(group) - 1)
+        for index, batch in enumerate(group):
+            self._backward(batch, len(group), is_last=index == len(group) - 1)
         if self.options.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip)
         self.optimizer.step()

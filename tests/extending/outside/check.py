@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
-from plumbline.judge.checks import CHECKS, Recording
+from plumbline.judge.checks import CHECKS, TrainingRecord
 
 
 def small_gradients(recording):
@@ -17,4 +17,4 @@ def small_gradients(recording):
     return Finding("small-gradients", outcome, message, step=largest.number, rank=largest.rank)
 
 
-CHECKS[Recording]["small-gradients"] = small_gradients
+CHECKS[TrainingRecord]["small-gradients"] = small_gradients

@@ -62,7 +62,7 @@ def finish(place, job, model):
 
 @subject(name="kills-what-has-finished", backends=["ddp"], launch="node")
 def kills_what_has_finished(job):
-    processes = [multiprocessing.Process(target=finish, args=(place, job, job.model())) for place in range(job.gpus)]
+    processes = [multiprocessing.Process(target=finish, args=(index, job, job.model())) for index in range(job.gpus)]
     for process in processes:
         process.start()
     for process in processes:
@@ -104,8 +104,8 @@ for ends in WAYS_TO_END:
 def plain_scripts(job):
     """Start a script a rank, and tell each of them what torchrun would."""
     running = []
-    for place in range(job.gpus):
-        told = {"RANK": job.node_rank * job.gpus + place, "LOCAL_RANK": place, "WORLD_SIZE": job.world_size}
+    for index in range(job.gpus):
+        told = {"RANK": job.node_rank * job.gpus + index, "LOCAL_RANK": index, "WORLD_SIZE": job.world_size}
         variables = os.environ | {name: str(value) for name, value in told.items()}
         running.append(subprocess.Popen([sys.executable, str(SCRIPT)], env=variables))
     assert not any(process.wait() for process in running)
@@ -116,7 +116,7 @@ def trains_itself(job):
     """Be the first rank, and start the others."""
     own = job.model()
     others = multiprocessing.get_context("fork")
-    started = [others.Process(target=child, args=(place, job, own, {})) for place in range(1, job.gpus)]
+    started = [others.Process(target=child, args=(index, job, own, {})) for index in range(1, job.gpus)]
     for process in started:
         process.start()
     fit(job, model=own, rank=job.node_rank * job.gpus)

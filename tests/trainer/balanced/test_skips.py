@@ -210,8 +210,8 @@ def gradients_in_stages(module, chain, batch, firsts):
             noted = [None] * len(values)
             sent = [value.detach().clone() for value in values]
             inputs = [
-                note_gradient(tensor, noted, place) if carried.differentiable else tensor
-                for place, (tensor, carried) in enumerate(zip(sent, part.arriving, strict=True))
+                note_gradient(tensor, noted, index) if carried.differentiable else tensor
+                for index, (tensor, carried) in enumerate(zip(sent, part.arriving, strict=True))
             ]
             torch.manual_seed(len(runs))
             outputs = interception.run(part, inputs, lambda: module(batch))

@@ -71,11 +71,11 @@ def _flags(words: Sequence[str]) -> tuple[str, str | None]:
             return flags, None if word == "-" else word
         if word.startswith("--"):
             continue
-        for place, letter in enumerate(word[1:], 2):
+        for index, letter in enumerate(word[1:], 2):
             if letter in "cm":
                 return flags, None
             if letter in _WITH_VALUE:
-                if place == len(word):
+                if index == len(word):
                     next(rest, None)
                 break
             flags += letter

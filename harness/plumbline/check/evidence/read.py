@@ -88,11 +88,11 @@ def _passes(kind: str, values: list[dict[str, Any]], tensors: dict[str, Tensor])
     return tuple(
         BackwardPass(
             one["number"],
-            tensors[f"{kind} {place}/local"],
-            tensors.get(f"{kind} {place}/exact"),
+            tensors[f"{kind} {index}/local"],
+            tensors.get(f"{kind} {index}/exact"),
             one["scale"],
             one["facts"],
-            tensors.get(f"{kind} {place}/native"),
+            tensors.get(f"{kind} {index}/native"),
         )
-        for place, one in enumerate(values)
+        for index, one in enumerate(values)
     )

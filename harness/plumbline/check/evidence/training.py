@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from plumbline.evidence.projection import project
-from plumbline.evidence.recording import Recording, StepRecord
+from plumbline.evidence.training_record import StepRecord, TrainingRecord
 from plumbline.recording.observer import Facts as Facts
 
 SEGMENT = 64  # Most entries of a parameter's segment. A projection of this length gives a norm to 18 %.
@@ -202,7 +202,7 @@ class ScriptStep(StepRecord):
     def schedule_moves(self) -> tuple[int, ...]:
         calls = self.step.facts.get("learning-rate", {}).get("schedule", ())
         moved = {number for number, before_step in calls if before_step}
-        return tuple(place for place, each in enumerate(self.step.passes) if each.number in moved)
+        return tuple(index for index, each in enumerate(self.step.passes) if each.number in moved)
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ class RecordedRank:
 
 
 @dataclass(frozen=True)
-class RecordedTraining(Recording):
+class RecordedTraining(TrainingRecord):
     """All processes of a training that took optimizer steps, ordered by rank. ``objective`` is the declared one."""
 
     ranks: tuple[RecordedRank, ...]

@@ -29,7 +29,7 @@ from plumbline.check.judge.rank_weights import trains_shards
 from plumbline.check.judge.step_objective import NEAR, objective_of, spread
 from plumbline.check.rank.observers.parallelism import REPLICATED_SHARDS
 from plumbline.core.finding import Finding
-from plumbline.evidence.recording import step_copies
+from plumbline.evidence.training_record import step_copies
 from plumbline.judge.findings import failed_with_hint
 from plumbline.report.text import listed
 

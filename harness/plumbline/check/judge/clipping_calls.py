@@ -10,7 +10,7 @@ from torch import Tensor
 
 from plumbline.check.evidence.training import Facts, RecordedTraining
 from plumbline.check.judge.noted import ObserverFacts, side_by_side
-from plumbline.evidence.recording import step_copies
+from plumbline.evidence.training_record import step_copies
 
 OBSERVER = "clipping"
 

@@ -208,7 +208,7 @@ def _gradients_left_out(training: RecordedTraining, evidence: JudgedGradients) -
     for rank in training.ranks:
         reasons = rank.facts.get("uncovered") or {}
         for step in rank.steps:
-            for place, parameter in enumerate(step.parameters):
+            for index, parameter in enumerate(step.parameters):
                 key = (step.optimizer, parameter.name)
                 if key in compared or not parameter.is_held:
                     continue
@@ -219,7 +219,7 @@ def _gradients_left_out(training: RecordedTraining, evidence: JudgedGradients) -
                 elif shared and key not in shared:
                     yield key, NOT_SHARED
                 else:
-                    yield key, _why_not_compared(rank.steps, key, place, reasons.get(parameter.name))
+                    yield key, _why_not_compared(rank.steps, key, index, reasons.get(parameter.name))
 
 
 def _why_not_compared(steps: Iterable[RecordedStep], key: Key, place: int, reason: str | None) -> str:
@@ -261,10 +261,10 @@ def _replayed(step: RecordedStep, reasons: Mapping[str, str]) -> Iterator[tuple[
         there if one.exact is None else there & _holds_any(one.exact.isnan(), step)
         for there, one in zip(reached, step.passes, strict=True)
     ]
-    for place, parameter in enumerate(step.parameters):
-        why = reasons.get(parameter.name, NO_REPLAY) if any(bool(one[place]) for one in unknown) else ""
+    for index, parameter in enumerate(step.parameters):
+        why = reasons.get(parameter.name, NO_REPLAY) if any(bool(one[index]) for one in unknown) else ""
         why = why if parameter.sampled else NOT_SAMPLED
-        yield parameter.name, why, any(bool(one[place]) for one in reached)
+        yield parameter.name, why, any(bool(one[index]) for one in reached)
 
 
 def _holds_any(marked: Tensor, step: RecordedStep) -> Tensor:

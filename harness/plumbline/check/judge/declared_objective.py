@@ -131,7 +131,7 @@ def _cases(declared: str, steps: Sequence[RecordedStep]) -> Sequence[ObjectiveCa
         raise _UnknownError("backward passes of several optimizers add to the same gradients")
     if any(step.weights_move_between_passes for step in steps):
         raise _UnknownError("the weights change between the backward passes of a step")
-    passes = [(rank, place, one) for rank, step in enumerate(steps) for place, one in enumerate(step.passes)]
+    passes = [(rank, index, one) for rank, step in enumerate(steps) for index, one in enumerate(step.passes)]
     if not passes:
         raise _UnknownError("no backward pass was recorded")
     terms = [_main_term(one) for _, _, one in passes]

@@ -72,9 +72,9 @@ def _steps_without_gradient(training: RecordedTraining, name: str) -> int:
 
 def _steps_of(rank: RecordedRank, name: str) -> Iterator[tuple[RecordedStep, int]]:
     for step in rank.steps:
-        for place, parameter in enumerate(step.parameters):
+        for index, parameter in enumerate(step.parameters):
             if parameter.name == name and parameter.length and parameter.trained:
-                yield step, place
+                yield step, index
 
 
 def _has_no_gradient(step: RecordedStep, place: int) -> bool:
@@ -118,8 +118,8 @@ def _is_biased(noted: Sequence[Facts]) -> bool:
 def _weighed_otherwise(training: RecordedTraining) -> Iterator[Finding]:
     ranks = training.ranks if rank_layout(training).is_data_parallel else training.ranks[:1]
     totals = [one.total for one in step_objectives(ranks)]
-    for place, steps in enumerate(steps_together(ranks)):
-        total = totals[place] if place < len(totals) else _total_of_means(steps)
+    for index, steps in enumerate(steps_together(ranks)):
+        total = totals[index] if index < len(totals) else _total_of_means(steps)
         if total is None or not equals(total, 1.0):
             return
         count = len(steps[0].passes)

@@ -242,18 +242,18 @@ class JointGradient(GradientCase):
     def value(self, combination: Combination) -> float:
         """Return the scalar product of a combination of this step's shares."""
         return math.fsum(
-            combination.weight(rank, place, len(passes)) * share
+            combination.weight(rank, index, len(passes)) * share
             for rank, passes in enumerate(self.shares)
-            for place, share in enumerate(passes)
+            for index, share in enumerate(passes)
         )
 
     def _misfit(self, combination: Combination) -> float:
         if combination.earlier is not None:
             return math.inf
         weights = [
-            combination.weight(rank, place, len(passes))
+            combination.weight(rank, index, len(passes))
             for rank, passes in enumerate(self.shares)
-            for place in range(len(passes))
+            for index in range(len(passes))
         ]
         largest = max(map(abs, weights), default=0.0)
         value = self.value(combination) + combination.left_over * self.left

@@ -343,9 +343,9 @@ def _is_changed(training: RecordedTraining, index: int | None) -> bool:
 def _is_exchanged(training: RecordedTraining, arrived: Sequence[ReceivedGradient], wrong: JointGradient) -> bool:
     """Return whether the script at most exchanged a gradient between ranks."""
     own = [
-        ReceivedGradient(place, rank.rank, {rank.rank: step})
+        ReceivedGradient(index, rank.rank, {rank.rank: step})
         for rank in training.ranks
-        for place, step in enumerate(rank.steps)
+        for index, step in enumerate(rank.steps)
     ]
     cases = [case for case in (*own, *arrived) if case.step.number == wrong.index]
     for rank in wrong.ranks:

@@ -98,8 +98,8 @@ def _received_gradients(
     held_in_parts = model_parts(training)
     hook_format = _hook_format(training)
     windows, divisor = _windows(training), requested_divisor(training)
-    for place in range(min((len(rank.steps) for rank in training.ranks), default=0)):
-        recorded = training.at(place)
+    for index in range(min((len(rank.steps) for rank in training.ranks), default=0)):
+        recorded = training.at(index)
         alike = len({(step.optimizer, step.number) for step in recorded.values()}) == 1
         if not alike or len(recorded) < training.world_size:
             return
@@ -113,7 +113,7 @@ def _received_gradients(
             if before is not None and before.parameters != step.parameters:
                 before = None
             case = ReceivedGradient(
-                place,
+                index,
                 rank,
                 ranks,
                 before,

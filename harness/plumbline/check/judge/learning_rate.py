@@ -12,7 +12,7 @@ from plumbline.check.evidence.training import RecordedTraining
 from plumbline.check.judge.noted import ObserverFacts, failed_observers, information, noted
 from plumbline.check.judge.rank_weights import ranks_begin_apart
 from plumbline.core.finding import Finding
-from plumbline.evidence.recording import StepRecord, step_copies
+from plumbline.evidence.training_record import StepRecord, step_copies
 from plumbline.judge.causes.learning_rate import PRECISION, LearningRateCase
 from plumbline.judge.checks.learning_rate import CHECK, moved_with_every_pass, wrong_rates
 from plumbline.judge.findings import passed

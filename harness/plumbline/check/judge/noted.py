@@ -9,7 +9,7 @@ from typing import Any
 from plumbline.check.evidence.training import BackwardPass, Facts, RecordedRank, RecordedTraining, ScriptStep
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
-from plumbline.evidence import recording
+from plumbline.evidence import training_record
 from plumbline.judge.findings import Information, failed, failed_with_hint
 
 FIRST_SEEN = "; first seen"
@@ -69,7 +69,7 @@ def noted(training: RecordedTraining, observer: str) -> Iterator[ObserverFacts]:
 
 def side_by_side(training: RecordedTraining, observer: str) -> Iterable[Mapping[int, ObserverFacts]]:
     """Return what an observer noted about the same step of each rank that took it, by rank."""
-    return recording.side_by_side(noted(training, observer))
+    return training_record.side_by_side(noted(training, observer))
 
 
 def information(check: str, message: str, step: int | None = None) -> Information:
@@ -127,10 +127,10 @@ def aligned_forwards(training: RecordedTraining, observer: str) -> Iterator[tupl
 
     Stops when a rank has no more forwards, or when ranks call different modules.
     """
-    for place, forwards in enumerate(zip(*(forwards_of(rank, observer) for rank in training.ranks), strict=False)):
+    for index, forwards in enumerate(zip(*(forwards_of(rank, observer) for rank in training.ranks), strict=False)):
         if len({forward.get("module") for forward in forwards}) > 1:
             return
-        yield place, forwards
+        yield index, forwards
 
 
 def name_ranks(ranks: Sequence[int], world_size: int) -> str:

@@ -131,8 +131,8 @@ def _added(passes: Sequence[Sequence[tuple[str, float | None]]]) -> list[str] | 
     if len(kinds) != 1 or not (names := kinds.pop()):
         return None
     told = []
-    for place, name in enumerate(names):
-        weights = sorted(weight for terms in passes if (weight := terms[place][1]) is not None)
+    for index, name in enumerate(names):
+        weights = sorted(weight for terms in passes if (weight := terms[index][1]) is not None)
         if not weights:
             return None
         same = abs(weights[-1] - weights[0]) <= EXACT * abs(weights[-1])

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from plumbline.check.evidence.training import Facts, RecordedTraining
 from plumbline.check.judge.noted import ObserverFacts, information, noted, side_by_side
 from plumbline.core.finding import Finding
-from plumbline.evidence.recording import step_copies
+from plumbline.evidence.training_record import step_copies
 from plumbline.report.text import listed
 
 OBSERVER = "precision"

@@ -147,8 +147,8 @@ def all_gradients_are_reduced(training: RecordedTraining) -> bool:
 def common_steps(training: RecordedTraining) -> Iterator[tuple[int, Mapping[int, RecordedStep]]]:
     """Yield the index of each step that all ranks recorded, and the step by rank."""
     if len(training.ranks) == training.world_size:
-        for place in range(min((len(rank.steps) for rank in training.ranks), default=0)):
-            yield place, training.at(place)
+        for index in range(min((len(rank.steps) for rank in training.ranks), default=0)):
+            yield index, training.at(index)
 
 
 def weights_are_made_equal(training: RecordedTraining) -> bool:

@@ -106,7 +106,7 @@ def _frozen(training: RecordedTraining, reduced: Collection[str]) -> Finding | N
     is_first = all(any(step.number == 0 for step in rank.steps) for rank in training.ranks)
     noted = None
     every = zip(*(rank.facts.get("weights", {}).get("modules", ()) for rank in training.ranks), strict=False)
-    for place, modules in enumerate(every):
+    for index, modules in enumerate(every):
         tables = [{(p["name"], tuple(p["shape"])): p for p in module["parameters"]} for module in modules]
         if any(table.keys() != tables[0].keys() for table in tables):
             continue
@@ -121,7 +121,7 @@ def _frozen(training: RecordedTraining, reduced: Collection[str]) -> Finding | N
                 "load and initialize weights before creating DistributedDataParallel",
             )
         # The parameters of the first module have names without a class.
-        prefix = f"{modules[0]['class']}." if place else ""
+        prefix = f"{modules[0]['class']}." if index else ""
         trained = {name for name, _ in tables[0] if prefix + name in reduced}
         if not differing or not trained or forward_communicates(training):
             continue

@@ -204,8 +204,8 @@ class ReceivedGradient(GradientCase):
     def _shares(self, weight: Weight) -> Iterator[tuple[int, float, BackwardPass]]:
         """Yield each rank and backward pass with the factor of that pass. The right weight of a pass is 1."""
         for rank, step in self.ranks.items():
-            for place, one in enumerate(step.passes):
-                yield rank, weight(rank, place, len(step.passes)) / (self.divisor or self.world) / one.scale, one
+            for index, one in enumerate(step.passes):
+                yield rank, weight(rank, index, len(step.passes)) / (self.divisor or self.world) / one.scale, one
 
     @cached_property
     def units(self) -> Tensor:

@@ -63,7 +63,7 @@ class Split:
 
     def dealt_otherwise(self) -> Deal:
         """Return micro-batches of the same sizes, each with samples from as many of the others as possible."""
-        places = [(rank, place) for rank, own in self.batches.items() for place in range(len(own))]
+        places = [(rank, index) for rank, own in self.batches.items() for index in range(len(own))]
         room = {place: len(self.batches[place[0]][place[1]]) for place in places}
         made: dict[tuple[int, int], list[int]] = {place: [] for place in places}
         turn = 0
@@ -73,7 +73,7 @@ class Split:
             made[places[turn % len(places)]].append(sample)
             turn += 1
         return self._deal(
-            {rank: [made[rank, place] for place in range(len(own))] for rank, own in self.batches.items()}
+            {rank: [made[rank, index] for index in range(len(own))] for rank, own in self.batches.items()}
         )
 
     def _deal(self, batches: Mapping[int, list[list[int]]]) -> Deal:

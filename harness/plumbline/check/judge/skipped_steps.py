@@ -10,7 +10,7 @@ from plumbline.check.evidence.training import RecordedStep, RecordedTraining
 from plumbline.check.judge.noted import ObserverFacts, failed_observers, noted, side_by_side
 from plumbline.core.finding import Finding
 from plumbline.core.numbers import counted
-from plumbline.evidence.recording import SkippedStep, step_copies
+from plumbline.evidence.training_record import SkippedStep, step_copies
 from plumbline.judge.checks.skipped_steps import (
     CHECK,
     moved_when_skipped,

@@ -123,8 +123,8 @@ def is_loss_divided(ranks: Sequence[RecordedRank]) -> bool | None:
 
 def steps_together(ranks: Sequence[RecordedRank]) -> Iterator[list[RecordedStep]]:
     """Yield each step that all of these ranks took, as a list over ranks."""
-    for place in range(min((len(rank.steps) for rank in ranks), default=0)):
-        steps = [rank.steps[place] for rank in ranks]
+    for index in range(min((len(rank.steps) for rank in ranks), default=0)):
+        steps = [rank.steps[index] for rank in ranks]
         if len({(step.optimizer, step.number) for step in steps}) == 1 and not any(step.skipped for step in steps):
             yield steps
 

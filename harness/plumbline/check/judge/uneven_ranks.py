@@ -53,7 +53,7 @@ def _trained_on_some(training: RecordedTraining) -> Finding | None:
         for rank, own in zip(training.ranks, tables, strict=True)
     ]
     for name in sorted({name for own in tables for name in own}):
-        lacking = [place for place, own in enumerate(trained) if name not in own]
+        lacking = [index for index, own in enumerate(trained) if name not in own]
         if not 0 < len(lacking) < len(trained):
             continue
         every = [
@@ -66,7 +66,7 @@ def _trained_on_some(training: RecordedTraining) -> Finding | None:
             what = "it is frozen on" if one else "they are frozen on"
         else:
             what = "it does not exist on" if one else "they do not exist on"
-        having = [place for place in range(len(trained)) if place not in lacking]
+        having = [index for index in range(len(trained)) if index not in lacking]
         finding = failed_with_hint(
             CHECK,
             f"{counted(len(every), 'parameter')} of one model {'is' if one else 'are'} trained on {_ranks(having)} "

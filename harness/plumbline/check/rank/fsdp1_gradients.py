@@ -34,7 +34,7 @@ class FlatGradients:
         if not every:
             return []
         own = {id(part.unit.flat) for one in parameters_of(optimizer) if (part := part_of(one)) is not None}
-        places = [place for place, unit in enumerate(every) if id(unit.flat) in own]
+        places = [index for index, unit in enumerate(every) if id(unit.flat) in own]
         known, agreed = self._agreed.get(id(optimizer), (0, []))
         if known != len(every) or not set(places) <= set(agreed):
             agreed = sorted(set(places) | _of_others(every, places))

@@ -148,13 +148,13 @@ class KnownOptimizers:
         recorded = [one for one in self._made if id(one) in self._recorded]
         seen = {id(parameter) for optimizer in recorded for parameter in parameters_of(optimizer)}
         found: Entries = {}
-        for place, optimizer in enumerate(self._made):
+        for index, optimizer in enumerate(self._made):
             if self._is_elsewhere(optimizer):
                 continue
             own = {name: one.numel() for name, one in self._trainable(optimizer) if id(one) not in seen}
             seen.update(map(id, parameters_of(optimizer)))
             if own:
-                found[str(place)] = own
+                found[str(index)] = own
         return found
 
     def _is_elsewhere(self, optimizer: Optimizer) -> bool:

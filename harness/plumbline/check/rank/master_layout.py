@@ -304,11 +304,11 @@ def _guessed(model: Sequence[Tensor], pieces: Sequence[Piece]) -> set[int]:
     order = [numbers[id(one.parameter)] for one in pieces]
     constant = [bool((one.model_weights == one.model_weights[:1]).all()) for one in pieces]
     found = set()
-    for place, piece in enumerate(pieces):
-        beside = [other for other in (place - 1, place + 1) if 0 <= other < len(pieces)]
-        steps = {(order[other] - order[place]) * (other - place) for other in beside}
+    for index, piece in enumerate(pieces):
+        beside = [other for other in (index - 1, index + 1) if 0 <= other < len(pieces)]
+        steps = {(order[other] - order[index]) * (other - index) for other in beside}
         in_order = steps in ({1}, {-1}) and not all(constant[other] for other in beside)
-        if constant[place] and not in_order:
+        if constant[index] and not in_order:
             found.add(id(piece))
     return found
 

@@ -25,7 +25,7 @@ class ParameterSample:
             return
         wanted = math.ceil(self._amount * len(parameters)) if self._amount < 1 else int(self._amount)
         chosen = set(random.Random(0).sample(range(len(parameters)), min(wanted, len(parameters))))
-        self._left_out.update({id(one): one for place, one in enumerate(parameters) if place not in chosen})
+        self._left_out.update({id(one): one for index, one in enumerate(parameters) if index not in chosen})
 
     def has(self, parameter: Tensor) -> bool:
         return id(parameter) not in self._left_out

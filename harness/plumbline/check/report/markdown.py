@@ -21,9 +21,9 @@ def verdict_markdown(checked: CheckedCommand, verdict: Verdict) -> str:
         *(f"**{markdown(incident)}**" for incident in verdict.incidents),
         *([f"What to do: {markdown(verdict.next_step)}"] if verdict.next_step else []),
     ]
-    for place, one in enumerate(checked.trainings, 1):
+    for index, one in enumerate(checked.trainings, 1):
         if len(checked.trainings) > 1:
-            blocks.append(f"#### Training {place}: {_headline(answer_of(one), sentence_on(one))}")
+            blocks.append(f"#### Training {index}: {_headline(answer_of(one), sentence_on(one))}")
         blocks += _training(one, checked.options.truth)
     blocks.append(f"{markdown_code(shlex.join(checked.command))}: {script_end(checked)}, {durations(checked)}")
     if checked.settings:

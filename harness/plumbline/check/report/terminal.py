@@ -118,10 +118,10 @@ class _Screen:
             self.indented(f"What to do: {next_step}", "cyan")
 
     def trainings(self, trainings: Sequence[CheckedTraining], truth: str) -> None:
-        for place, one in enumerate(trainings, 1):
+        for index, one in enumerate(trainings, 1):
             if len(trainings) > 1:
                 self.blank()
-                self.headline(answer_of(one), sentence_on(one), f"training {place}: ")
+                self.headline(answer_of(one), sentence_on(one), f"training {index}: ")
             _show_training(self, one, truth)
 
     def questions(self, lines: list[Line]) -> None:

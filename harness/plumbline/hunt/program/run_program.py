@@ -169,9 +169,9 @@ def _text(file: IO[str]) -> str:
 def _error_of(text: str) -> str:
     # torchrun's own exception is the last one, and says nothing about a rank's.
     lines = [_RANK.sub("", line) for line in text.partition("torch.distributed.elastic")[0].splitlines()]
-    places = [place for place, line in enumerate(lines) if _ERROR.match(line)]
-    if not places:
+    indices = [index for index, line in enumerate(lines) if _ERROR.match(line)]
+    if not indices:
         return ""
-    block = [line for line in lines[places[0] : places[0] + _LINES_OF_AN_ERROR] if line.strip()]
-    end = next((place for place, line in enumerate(block) if place and _OTHER.match(line)), len(block))
+    block = [line for line in lines[indices[0] : indices[0] + _LINES_OF_AN_ERROR] if line.strip()]
+    end = next((index for index, line in enumerate(block) if index and _OTHER.match(line)), len(block))
     return "\n".join(block[:end])

@@ -121,7 +121,7 @@ def block_of(tensor: Tensor, index: tuple[slice, ...]) -> Tensor:
 
 
 def _data_rank(case: OracleGradientCase, rank: int) -> int:
-    return next(place for place, group in enumerate(case.counterfactuals.analysis.replicas) if rank in group)
+    return next(index for index, group in enumerate(case.counterfactuals.analysis.replicas) if rank in group)
 
 
 def mean_over(case: OracleGradientCase, ranks: tuple[int, ...]) -> Tensors:

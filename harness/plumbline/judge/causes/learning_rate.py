@@ -9,8 +9,8 @@ from itertools import pairwise
 from typing import TypeVar
 
 from plumbline.core.numbers import counted
-from plumbline.evidence.recording import Recording, StepRecord
 from plumbline.evidence.trace import Trace
+from plumbline.evidence.training_record import StepRecord, TrainingRecord
 from plumbline.judge.hypothesis import Evidence, Hypothesis, Match, holds, register
 from plumbline.judge.trace_analysis import TraceAnalysis
 
@@ -25,14 +25,14 @@ PRECISION = 1e-9
 class LearningRateCase(Evidence):
     """The learning rates of one rank of any training. A hypothesis yields rates, or the match itself."""
 
-    recording: Recording
+    training: TrainingRecord
     rank: int
 
     @cached_property
     def steps(self) -> Mapping[int, Sequence[StepRecord]]:
         """The steps of each rank, skipped ones included."""
         found: dict[int, list[StepRecord]] = {}
-        for one in self.recording.optimizer_steps:
+        for one in self.training.optimizer_steps:
             found.setdefault(one.rank, []).append(one)
         return found
 
@@ -69,11 +69,11 @@ class LearningRateCase(Evidence):
 class ScheduleCase(LearningRateCase):
     """The learning rates of one rank of a subject, whose workload has a schedule."""
 
-    recording: TraceAnalysis
+    training: TraceAnalysis
 
     @property
     def analysis(self) -> TraceAnalysis:
-        return self.recording
+        return self.training
 
     @property
     def trace(self) -> Trace:

@@ -57,7 +57,7 @@ class MetricCase:
     def in_state(self, state: LossMode) -> list[float]:
         """Return the means over the windows, and over all held-out samples, in another state."""
         values = [mean(window) for window in self.losses.windows(self.report, state)]
-        each = self.losses.each(self.report.place, state) if self.held_out else None
+        each = self.losses.each(self.report.position, state) if self.held_out else None
         return values if each is None else [*values, float(each.mean())]
 
 

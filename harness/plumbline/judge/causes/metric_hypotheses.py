@@ -81,7 +81,7 @@ def _filled_up_batch(case: MetricCase) -> Values:
 
 
 def _part_of_the_samples(case: MetricCase) -> Values:
-    losses = case.losses.each(case.report.place, RIGHT[HELD_OUT]) if case.held_out else None
+    losses = case.losses.each(case.report.position, RIGHT[HELD_OUT]) if case.held_out else None
     if losses is None:
         return
     for window in case.windows:
@@ -174,22 +174,22 @@ def _again_after_the_step(case: MetricCase) -> Values:
 
 
 def _stale(case: MetricCase) -> Values:
-    previous, (steps, micro_batches) = case.report.previous, case.report.place
+    previous, (steps, micro_batches) = case.report.previous, case.report.position
     before = [(step, 0) for step in range(steps if not micro_batches else steps + 1)]
-    for place in (previous, *reversed(before)):
-        if place is not None and (place > (0, 0) or case.held_out):
-            yield from case.of_report(place=place, previous=None).expected_values
+    for position in (previous, *reversed(before)):
+        if position is not None and (position > (0, 0) or case.held_out):
+            yield from case.of_report(position=position, previous=None).expected_values
 
 
 def _never_reset(case: MetricCase) -> Values:
-    done = case.losses.until(case.report.place, RIGHT[TRAINING])
+    done = case.losses.until(case.report.position, RIGHT[TRAINING])
     if done and not case.held_out:
         yield mean(done)
         yield from _of_batches(done)
 
 
 def _of_the_other_samples(case: MetricCase) -> Values:
-    steps, micro_batches = case.report.place
+    steps, micro_batches = case.report.position
     other = case.of_report(name=TRAINING if case.held_out else HELD_OUT, previous=None)
     if (steps, micro_batches) > (0, 0):
         yield from other.expected_values
@@ -197,7 +197,7 @@ def _of_the_other_samples(case: MetricCase) -> Values:
         yield from _one_ranks_own(other)
     if case.held_out:
         for training in (False, True):
-            losses = case.losses.each(case.report.place, LossMode(0, training=training), held_out=False)
+            losses = case.losses.each(case.report.position, LossMode(0, training=training), held_out=False)
             if losses is None:
                 continue
             yield float(losses.mean())

@@ -45,7 +45,7 @@ class OptimizerStateCase(CountedCase):
     def wrong(self) -> dict[int, list[str]]:
         """The parameters that the right state does not explain, by rank."""
         ranks = range(len(self.interruption.resumed.trace.ranks))
-        kept = {rank: self.errors(self.interruption.joined(rank), self.interruption.place) for rank in ranks}
+        kept = {rank: self.errors(self.interruption.joined(rank), self.interruption.steps_done) for rank in ranks}
         wrong = {rank: [name for name, error in kept[rank].items() if not error <= self.limit] for rank in ranks}
         return {rank: names for rank, names in wrong.items() if names}
 
@@ -74,23 +74,23 @@ class OptimizerStateCase(CountedCase):
                 return Match(rank=first, figures={**prediction.figures, "refuted": refuted})
         return None
 
-    def errors(self, trace: RankTrace, place: int, change: Intervention | None = None) -> Errors:
+    def errors(self, trace: RankTrace, begin: int, change: Intervention | None = None) -> Errors:
         """Return the errors of a trace from a step on, with a change to the replay's optimizers."""
         errors: Errors = {}
         for deviation in replay(trace, self.interruption.resumed, change):
             name = deviation.parameter
-            if name is not None and deviation.step is not None and deviation.step >= place:
+            if name is not None and deviation.step is not None and deviation.step >= begin:
                 errors[name] = max(errors.get(name, 0.0), deviation.x_noise)
         return errors
 
     def changed(self, rank: int, change: Callable[[Any], None]) -> Errors:
-        place = self.interruption.place
-        return self.errors(self.interruption.joined(rank), place, _once(place, change))
+        begin = self.interruption.steps_done
+        return self.errors(self.interruption.joined(rank), begin, _once(begin, change))
 
     def stale(self, rank: int, steps: int) -> Errors:
         """Return the errors with the state from ``steps`` steps before the interruption."""
-        place, trace = self.interruption.place, self.interruption.joined(rank)
-        return self.errors(replace(trace, steps=trace.steps[: place - steps] + trace.steps[place:]), place - steps)
+        begin, trace = self.interruption.steps_done, self.interruption.joined(rank)
+        return self.errors(replace(trace, steps=trace.steps[: begin - steps] + trace.steps[begin:]), begin - steps)
 
     @property
     def parameter_groups(self) -> list[list[str]]:
@@ -104,12 +104,12 @@ class OptimizerStateCase(CountedCase):
 LossHypothesis = Hypothesis[OptimizerStateCase, Variant]
 
 
-def _once(place: int, change: Callable[[Any], None]) -> Intervention:
+def _once(begin: int, change: Callable[[Any], None]) -> Intervention:
     """Change each replay's optimizers before its first step after the interruption."""
     done: list[Optimizers] = []
 
     def before_step(index: int, oracle: Oracle, optimizers: Optimizers) -> None:
-        if index >= place and not any(optimizers is other for other in done):
+        if index >= begin and not any(optimizers is other for other in done):
             done.append(optimizers)
             for optimizer in optimizers.every:
                 change(optimizer)
@@ -153,7 +153,7 @@ def _rounded(case: OptimizerStateCase) -> Iterator[Variant]:
 
 
 def _stale(case: OptimizerStateCase) -> Iterator[Variant]:
-    for steps in range(1, min(case.interruption.place, case.interruption.epoch_length) + 1):
+    for steps in range(1, min(case.interruption.steps_done, case.interruption.epoch_length) + 1):
         yield Variant(partial(case.stale, steps=steps), {"ago": counted(steps, "step")})
 
 

@@ -324,8 +324,8 @@ class OracleGradientCase(GradientCase):
 def _weighted(expected: ExpectedGradients, weight: Weight) -> Tensors:
     count = len(expected.parts)
     pairs = [
-        (weight(rank, place, count) / len(groups) / count, part)
-        for place, groups in enumerate(expected.parts)
+        (weight(rank, index, count) / len(groups) / count, part)
+        for index, groups in enumerate(expected.parts)
         for rank, part in enumerate(groups)
     ]
     return weighted([part for _, part in pairs], [one for one, _ in pairs], expected.raw)

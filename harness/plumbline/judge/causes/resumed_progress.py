@@ -41,11 +41,11 @@ class ProgressCase(InterruptedCase):
 
     @property
     def due(self) -> tuple[Draws, ...]:
-        return self.whole[self.interruption.place :]
+        return self.whole[self.interruption.steps_done :]
 
     @property
     def resumes_in_place(self) -> bool:
-        return self.begin == self.interruption.place
+        return self.begin == self.interruption.steps_done
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +63,7 @@ class ResumedRatesCase(ScheduleCase):
         return sum(not step.skipped for step in self.interruption.origin(self.rank).steps)
 
     @property
-    def places(self) -> range:
+    def step_numbers(self) -> range:
         return range(len(self.used))
 
 
@@ -96,7 +96,7 @@ def _order_lost_later(case: ProgressCase) -> Iterator[Match]:
 def _begins_at(step_of: Callable[[ProgressCase], set[int]]) -> Callable[[ProgressCase], Iterator[Match]]:
     def predict(case: ProgressCase) -> Iterator[Match]:
         if case.begin is not None and not case.resumes_in_place and case.begin in step_of(case):
-            yield Match(figures={"begin": case.begin, "place": case.interruption.place})
+            yield Match(figures={"begin": case.begin, "steps_done": case.interruption.steps_done})
 
     return predict
 
@@ -105,19 +105,19 @@ def _position_of_each_rank(case: ProgressCase) -> set[int]:
     """The resumed step if one rank's batches were counted, and a different number of ranks skips as many."""
     one = case.interruption
     then, now = one.saved.world, one.whole.world
-    return {one.epoch_begin + (one.place - one.epoch_begin) * now // then} if then != now else set()
+    return {one.epoch_begin + (one.steps_done - one.epoch_begin) * now // then} if then != now else set()
 
 
 def _position_in_other_units(case: ProgressCase) -> set[int]:
     """The resumed step if steps are mistaken for batches, or batches for steps."""
     one, window = case.interruption, case.interruption.workload.accumulate
-    position = one.place - one.epoch_begin
+    position = one.steps_done - one.epoch_begin
     return {one.epoch_begin + position // window, one.epoch_begin + position * window} if window > 1 else set()
 
 
 def _elsewhere(case: ProgressCase) -> Iterator[Match]:
     if case.follows and not case.resumes_in_place:
-        yield Match(figures={"begin": case.begin, "place": case.interruption.place})
+        yield Match(figures={"begin": case.begin, "steps_done": case.interruption.steps_done})
 
 
 def _between_steps(case: ProgressCase) -> Iterator[Match]:
@@ -163,26 +163,26 @@ register(
         "the epoch starts again",
         "skip the batches that were used before the interruption", 170),
     ProgressHypothesis("epoch-not-restored", "checkpoint",
-        _begins_at(lambda case: {0, case.interruption.place - case.interruption.epoch_begin}),
+        _begins_at(lambda case: {0, case.interruption.steps_done - case.interruption.epoch_begin}),
         "the samples are those of the first epoch, in its order",
         "restore the epoch, and call set_epoch with it", 165),
     ProgressHypothesis("position-of-each-rank", "checkpoint", _begins_at(_position_of_each_rank),
         "each rank skips as many batches as a rank had used before, but the number of ranks has changed",
         "count samples over all ranks", 160),
     ProgressHypothesis("position-in-other-units", "checkpoint", _begins_at(_position_in_other_units),
-        "training continues at step {begin} instead of {place}, as if steps were batches or batches were steps",
+        "training continues at step {begin} instead of {steps_done}, as if steps were batches or batches were steps",
         "save and load the position in the same unit", 155),
     ProgressHypothesis("batch-again-after-resuming", "checkpoint",
-        _begins_at(lambda case: {case.interruption.place - 1}),
+        _begins_at(lambda case: {case.interruption.steps_done - 1}),
         "the last step's samples are used again",
         "count the step before the checkpoint is saved", 150),
     ProgressHypothesis("batch-left-out-after-resuming", "checkpoint",
-        _begins_at(lambda case: {case.interruption.place + 1}),
+        _begins_at(lambda case: {case.interruption.steps_done + 1}),
         "one step's samples are left out",
         "check whether a step is counted twice", 145),
     ProgressHypothesis("resumed-elsewhere", "checkpoint",
         _elsewhere,
-        "training continues at step {begin} instead of {place}",
+        "training continues at step {begin} instead of {steps_done}",
         "check in which unit, and from where, the position is counted", 140),
     ProgressHypothesis("position-in-other-units", "checkpoint", _between_steps,
         "training continues between two steps",
@@ -194,25 +194,25 @@ register(
 
 
 def _from_the_start(case: ResumedRatesCase) -> Iterator[list[int]]:
-    yield list(case.places)
-    yield [case.taken, *case.places[1:]]  # the optimizer keeps its rate until the schedule sets it
+    yield list(case.step_numbers)
+    yield [case.taken, *case.step_numbers[1:]]  # the optimizer keeps its rate until the schedule sets it
 
 
 def _a_step_behind(case: ResumedRatesCase) -> Iterator[list[int]]:
-    yield [case.taken + step - 1 for step in case.places]
-    yield [case.taken, *(case.taken + step - 1 for step in case.places[1:])]
+    yield [case.taken + step - 1 for step in case.step_numbers]
+    yield [case.taken, *(case.taken + step - 1 for step in case.step_numbers[1:])]
 
 
 def _skipped_counted(case: ResumedRatesCase) -> Iterator[list[int]]:
-    attempts = case.interruption.place
+    attempts = case.interruption.steps_done
     if attempts != case.taken:
-        yield [attempts + step for step in case.places]
-        yield [case.taken, *(attempts + step for step in case.places[1:])]
+        yield [attempts + step for step in case.step_numbers]
+        yield [case.taken, *(attempts + step for step in case.step_numbers[1:])]
 
 
 def _standing_still(case: ResumedRatesCase) -> Iterator[list[int]]:
-    yield [case.taken] * len(case.places)
-    yield [0] * len(case.places)
+    yield [case.taken] * len(case.step_numbers)
+    yield [0] * len(case.step_numbers)
 
 
 register(
@@ -221,11 +221,11 @@ register(
         "the schedule starts again",
         "save and load the scheduler's state_dict", 190),
     RatesHypothesis("rate-not-restored", "checkpoint",
-        at_positions(lambda case: [[0, *(case.taken + step for step in case.places[1:])]]),
+        at_positions(lambda case: [[0, *(case.taken + step for step in case.step_numbers[1:])]]),
         "the first resumed step uses the schedule's first rate",
         "load the optimizer's state_dict", 180),
     RatesHypothesis("scheduler-stepped-once-too-often", "checkpoint",
-        at_positions(lambda case: [[case.taken + step + 1 for step in case.places]]),
+        at_positions(lambda case: [[case.taken + step + 1 for step in case.step_numbers]]),
         "the schedule is one step ahead",
         "check whether the scheduler steps once more when it is created or loaded", 170),
     RatesHypothesis("scheduler-a-step-behind", "checkpoint", at_positions(_a_step_behind),

@@ -88,7 +88,7 @@ class ScaleCase(InterruptedCase):
     @property
     def found(self) -> float | None:
         """The loss scale of the resumed step, None without a GradScaler."""
-        return self.interruption.resumed.steps[self.step - self.interruption.place].ranks[self.rank].scale
+        return self.interruption.resumed.steps[self.step - self.interruption.steps_done].ranks[self.rank].scale
 
     @property
     def first(self) -> float | None:
@@ -159,7 +159,7 @@ def _on_some_ranks(case: ResumedWeightsCase) -> Iterator[Match]:
 def _weights_of_another_step(case: ResumedWeightsCase) -> Iterator[Match]:
     for step, own in enumerate(case.interruption.origin(0).steps):
         if step and same(own.before, case.found):
-            ago = case.interruption.place - step
+            ago = case.interruption.steps_done - step
             yield Match(figures={"ago": counted(ago, "step")})
 
 

@@ -196,11 +196,11 @@ def _drawn_twice_by_a_rank(case: SampleCase) -> Iterator[Match]:
         for epoch in case.by_epoch(draws):
             seen: set[int] = set()
             repeats = 0
-            for place, ids in enumerate(epoch):
+            for index, ids in enumerate(epoch):
                 repeats += len(ids) - len(set(ids) - seen)
                 seen |= set(ids)
                 if repeats >= len(case.ranks):  # a sampler's padding has fewer
-                    yield Match(start + place, rank, {"repeats": repeats})
+                    yield Match(start + index, rank, {"repeats": repeats})
             start += len(epoch)
 
 
@@ -219,11 +219,11 @@ def _shards_overlap(case: SampleCase) -> Iterator[Match]:
     for start, ranks in case.epochs:
         owner: dict[int, int] = {}
         shared = 0
-        for place, steps in enumerate(zip(*ranks, strict=False)):
+        for index, steps in enumerate(zip(*ranks, strict=False)):
             for rank, ids in enumerate(steps):
                 shared += sum(owner.setdefault(i, rank) != rank for i in ids)
             if shared >= len(case.ranks) > 1:
-                yield Match(start + place, figures={"shared": shared})
+                yield Match(start + index, figures={"shared": shared})
 
 
 def _batches_of_another_size(case: SampleCase) -> Iterator[Match]:

@@ -41,7 +41,7 @@ class ProductsInTf32(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         factors = _FACTORS.get(func, ())
-        given = [self._rounded(one) if place in factors else one for place, one in enumerate(args)]
+        given = [self._rounded(one) if index in factors else one for index, one in enumerate(args)]
         results = func(*given, **(kwargs or {}))
         if func is torch.ops.aten.convolution_backward.default:
             *others, bias = results

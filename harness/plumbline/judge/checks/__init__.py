@@ -2,10 +2,10 @@
 
 It takes the evidence and returns one Finding, several, or None if it does not apply (a single rank cannot disagree with
 another). It raises Vacuous if it could not have failed. The checks of a subject judge a TraceAnalysis;
-``plumbline.check.judge`` adds the checks of a script. A check that takes any Recording judges both.
+``plumbline.check.judge`` adds the checks of a script. A check that takes any TrainingRecord judges both.
 
-from plumbline.judge.checks import CHECKS, Recording
-CHECKS[Recording]["my-check"] = my_check
+from plumbline.judge.checks import CHECKS, TrainingRecord
+CHECKS[TrainingRecord]["my-check"] = my_check
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from plumbline.core.finding import Finding
-from plumbline.evidence.recording import Recording
+from plumbline.evidence.training_record import TrainingRecord
 from plumbline.judge.checks.buffers import buffers
 from plumbline.judge.checks.checkpoint import checkpoint
 from plumbline.judge.checks.gradients import gradients
@@ -61,4 +61,4 @@ def checks_of(kind: type) -> dict[str, Check]:
     return {name: check for each in kind.__mro__ for name, check in CHECKS.get(each, {}).items()}
 
 
-__all__ = ["CHECKS", "Check", "Recording", "checks_of"]
+__all__ = ["CHECKS", "Check", "TrainingRecord", "checks_of"]

@@ -95,7 +95,7 @@ def _weights(interruption: Interruption) -> Finding | None:
             wrong = [name for name, value in left[0].items() if name not in before or not value.equal(before[name])]
             message = f"training resumed with {len(wrong)} of {len(left[0])} parameters that differ from the saved ones"
             name = wrong[0] if wrong else None
-            finding = _failed(message, step=interruption.place, rank=trace.rank, parameter=name)
+            finding = _failed(message, step=interruption.steps_done, rank=trace.rank, parameter=name)
             return explain(finding, ResumedWeightsCase.of(interruption, trace.rank))
     return None
 
@@ -110,7 +110,7 @@ def _buffers(interruption: Interruption) -> Finding | None:
         if not any(same(begun, buffers) for buffers in left):
             wrong = next((n for n, value in left[0].items() if n not in begun or not value.equal(begun[n])), None)
             message = "training resumed with a buffer that differs from the saved one"
-            finding = _failed(message, step=interruption.place, rank=trace.rank, parameter=wrong)
+            finding = _failed(message, step=interruption.steps_done, rank=trace.rank, parameter=wrong)
             return explain(finding, ResumedBuffersCase.of(interruption, trace.rank))
     return None
 
@@ -118,17 +118,19 @@ def _buffers(interruption: Interruption) -> Finding | None:
 def _progress(interruption: Interruption) -> Finding | None:
     """The resumed steps are exactly the remaining ones, each with the samples of the uninterrupted training."""
     whole, _, resumed = interruption.draws
-    rest = interruption.total - interruption.place
-    for step, (used, due) in enumerate(zip(resumed, whole[interruption.place :], strict=False), interruption.place):
+    rest = interruption.total - interruption.steps_done
+    for step, (used, due) in enumerate(
+        zip(resumed, whole[interruption.steps_done :], strict=False), interruption.steps_done
+    ):
         if used != due:
             common = len(set(used) & set(due))
             message = f"the resumed training used different samples ({common} of {len(due)} are the same)"
             return explain(_failed(message, step=step), ProgressCase(interruption, 0))
     for trace in interruption.resumed.trace.ranks:
         if len(trace.steps) != rest:
-            done = f"{interruption.place} of {interruption.total} steps"
+            done = f"{interruption.steps_done} of {interruption.total} steps"
             message = f"training resumed after {done} and took {len(trace.steps)} more"
-            finding = _failed(message, step=interruption.place, rank=trace.rank)
+            finding = _failed(message, step=interruption.steps_done, rank=trace.rank)
             return explain(finding, ProgressCase(interruption, trace.rank))
     return None
 
@@ -141,7 +143,7 @@ def _state(interruption: Interruption) -> Finding | None:
         error
         for rank in ranks
         for error in update_errors(interruption.joined(rank), interruption.resumed, allowed)
-        if (error.step or 0) >= interruption.place
+        if (error.step or 0) >= interruption.steps_done
     ]
     worst = largest(errors)
     if worst.x_noise <= allowed or _is_bad(update, interruption.whole):
@@ -176,7 +178,7 @@ def _scale_in_words(step: Step) -> str:
 
 def _ordinary(interruption: Interruption) -> Finding | None:
     """The parts of the training must pass those checks of single steps that the uninterrupted training passes."""
-    parts = [(interruption.resumed, interruption.place, "resumed training (steps counted from the restart)")]
+    parts = [(interruption.resumed, interruption.steps_done, "resumed training (steps counted from the restart)")]
     if interruption.saved.cell != interruption.whole.cell:
         parts.append((interruption.saved, 0, "interrupted training"))
     for check in (gradients, ranks_agree, stillness, skipped_steps):
@@ -213,7 +215,7 @@ def _end(interruption: Interruption) -> Finding:
         if name in full_training.noise and name in whole
     ]
     allowed, worst = interruption.whole.allowed(full_training.limit), largest(errors)
-    resumed_at = f"training resumed after step {interruption.place} of {interruption.total}"
+    resumed_at = f"training resumed after step {interruption.steps_done} of {interruption.total}"
     error = error_at(worst, allowed)
     if worst.x_noise <= allowed:
         message = f"{resumed_at} ends with the weights of the uninterrupted one: {error}"

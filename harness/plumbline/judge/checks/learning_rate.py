@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from plumbline.core.finding import Finding
-from plumbline.evidence.recording import Recording, StepRecord
+from plumbline.evidence.training_record import StepRecord, TrainingRecord
 from plumbline.judge.causes.learning_rate import EVERY_MICRO_BATCH, LearningRateCase, ScheduleCase
 from plumbline.judge.findings import failed, passed
 from plumbline.judge.hypothesis import explain, failed_by
@@ -39,7 +39,7 @@ def learning_rate(analysis: TraceAnalysis) -> Finding:
 
 
 def wrong_rates(
-    recording: Recording,
+    training: TrainingRecord,
     due: DueRates,
     whose: str,
     case_of: Callable[[int], LearningRateCase],
@@ -49,7 +49,7 @@ def wrong_rates(
 
     ``precision``: the relative difference up to which two rates are the same number.
     """
-    for ranks in recording.steps_side_by_side:
+    for ranks in training.steps_side_by_side:
         for rank, expected in due(ranks).items():
             one = ranks[rank]
             if (error := _error(one.learning_rates, expected)) > precision:
@@ -63,12 +63,12 @@ def wrong_rates(
     return None
 
 
-def moved_with_every_pass(recording: Recording) -> Finding | None:
+def moved_with_every_pass(training: TrainingRecord) -> Finding | None:
     """Return the failure of a schedule that advances between all backward passes of a step.
 
     Schedules that advance several times in one place, as Accelerate's do, do so on purpose.
     """
-    for one in recording.optimizer_steps:
+    for one in training.optimizer_steps:
         if one.passes > 1 and {*range(one.passes - 1)} <= {*one.schedule_moves}:
             message = f"the scheduler stepped between the {one.passes} backward passes"
             return failed_by(CHECK, message, EVERY_MICRO_BATCH, step=one.number, rank=one.rank)
@@ -107,8 +107,8 @@ def _workload_rates(analysis: TraceAnalysis) -> DueRates:
 
 def _in_order_of(used: Rates, expected: Rates) -> Rates:
     """Return the expected rates in the order in which the used ones ascend."""
-    places = sorted(range(len(used)), key=used.__getitem__)
-    return [rate for _, rate in sorted(zip(places, sorted(expected), strict=True))] if used else expected
+    order = sorted(range(len(used)), key=used.__getitem__)
+    return [rate for _, rate in sorted(zip(order, sorted(expected), strict=True))] if used else expected
 
 
 def rates_differ(used: Rates, expected: Rates) -> bool:

@@ -8,7 +8,7 @@ import torch
 
 from plumbline.core.finding import Finding
 from plumbline.core.numbers import counted, scale_text
-from plumbline.evidence.recording import SkippedStep, StepRecord
+from plumbline.evidence.training_record import SkippedStep, StepRecord
 from plumbline.judge.findings import failed_with_hint, passed
 from plumbline.judge.trace_analysis import GlobalStep, TraceAnalysis
 

@@ -89,9 +89,9 @@ def _partly_left_in(case: GradientCase) -> Predictions:
 
 def _partly_synchronised(case: GradientCase) -> Predictions:
     if case.world > 1 and case.micro_batches > 1 and case.has_shares[case.rank]:
-        for place in range(case.micro_batches):
-            yield Combination(_alone(case, place, only=True))
-            yield Combination(_alone(case, place, only=False))
+        for index in range(case.micro_batches):
+            yield Combination(_alone(case, index, only=True))
+            yield Combination(_alone(case, index, only=False))
 
 
 def _alone(case: GradientCase, place: int, *, only: bool) -> Weight:

@@ -58,8 +58,8 @@ def contract_layout(steps: Sequence[Step], devices_per_process: int, accumulate:
     """
     ranks = [_micro_batches(step.micro_batches, devices_per_process, accumulate) for step in steps]
     return tuple(
-        tuple(_group(rank[place], devices_per_process) for rank in ranks if place < len(rank))
-        for place in range(max(map(len, ranks)))
+        tuple(_group(rank[index], devices_per_process) for rank in ranks if index < len(rank))
+        for index in range(max(map(len, ranks)))
     )
 
 

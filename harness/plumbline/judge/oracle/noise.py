@@ -99,7 +99,7 @@ def limit(runs: int = NOISE_RUNS, false_alarm: float = FALSE_ALARM) -> float:
     distribution of that maximum, and c is where it falls to ``false_alarm``.
     """
     grid = 4000
-    maxima = [(place + 0.5) * 9.0 / grid for place in range(grid)]
+    maxima = [(index + 0.5) * 9.0 / grid for index in range(grid)]
     inside = [math.erf(m / math.sqrt(2)) for m in maxima]
     density = [math.exp(-m * m / 2) * math.sqrt(2 / math.pi) for m in maxima]
     # d/dm P(max <= m), times the width of a bin.

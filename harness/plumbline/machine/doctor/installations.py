@@ -224,7 +224,7 @@ def link_kinds(matrix: str) -> dict[str, int]:
     # The header row is indented, and NICs have rows of their own.
     gpus = [line.split() for line in plain.splitlines() if re.match(r"GPU\d+\s", line)]
     # The matrix is symmetric: count only the entries to the right of the diagonal.
-    links_to_later = (row[place + 2 : len(gpus) + 1] for place, row in enumerate(gpus))
+    links_to_later = (row[index + 2 : len(gpus) + 1] for index, row in enumerate(gpus))
     return dict(Counter(kind for row in links_to_later for kind in row))
 
 

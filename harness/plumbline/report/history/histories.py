@@ -102,9 +102,9 @@ Key = tuple[Coordinates, str, "int | None", str, ComparabilityKey]
 
 @dataclass(frozen=True)
 class FigureChange:
-    """The level of a figure from point ``place`` on; ``worse`` is None where neither direction is better."""
+    """The level of a figure from point ``index`` on; ``worse`` is None where neither direction is better."""
 
-    place: int
+    index: int
     change: float
     low: float
     high: float
@@ -148,7 +148,7 @@ def _change(one: Measurement, point: ChangePoint) -> FigureChange:
     scale, mean = scale_of(one.unit), point.difference.mean
     change, low, high = map(scale.change, (mean, *point.difference.interval))
     worse = None if one.better is None else (mean < 0) is (one.better == "higher")
-    return FigureChange(point.place, change, low, high, scale.unit, worse)
+    return FigureChange(point.index, change, low, high, scale.unit, worse)
 
 
 def _series(points: Sequence[tuple[Run, Measurement]]) -> Series:
@@ -289,7 +289,7 @@ def all_steps(cells: Iterable[CellHistory], figures: Iterable[FigureHistory]) ->
         for before, after in pairwise(cell.spans)
     ]
     found += [
-        (figure.subject, figure.points[change.place - 1][0], figure.points[change.place][0], _of_figure(figure, change))
+        (figure.subject, figure.points[change.index - 1][0], figure.points[change.index][0], _of_figure(figure, change))
         for figure in figures
         for change in figure.changes
     ]

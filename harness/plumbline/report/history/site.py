@@ -69,18 +69,18 @@ def curve(history: FigureHistory) -> Curve:
     points = tuple(
         Point(x, y(one.value), y(high), y(low)) for x, one, low, high in zip(places, figures, lows, highs, strict=True)
     )
-    ends = [0, *(change.place for change in history.changes), len(points)]
+    ends = [0, *(change.index for change in history.changes), len(points)]
     levels = []
     for begin, end in pairwise(ends):
         values = [one.value for one in figures[begin:end] if one.value is not None]
         levels.append((points[begin].x, points[end - 1].x, y(sum(values) / len(values))))
-    cuts = tuple((points[change.place - 1].x + points[change.place].x) / 2 for change in history.changes)
+    cuts = tuple((points[change.index - 1].x + points[change.index].x) / 2 for change in history.changes)
     return Curve(points, tuple(levels), cuts)
 
 
 def _places(count: int) -> Iterator[float]:
     step = (WIDTH - 2 * MARGIN) / max(1, count - 1)
-    yield from (round(MARGIN + place * step, 1) if count > 1 else WIDTH / 2 for place in range(count))
+    yield from (round(MARGIN + index * step, 1) if count > 1 else WIDTH / 2 for index in range(count))
 
 
 def badge_of(cells: Sequence[CellHistory]) -> str:

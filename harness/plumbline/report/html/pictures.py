@@ -128,7 +128,7 @@ def rank_paths(shares: RankShares | None) -> RankPaths | None:
     if shares is None or not shares.received:
         return None
     ranks = max(len(shares.right), len(shares.received), *map(len, shares.received))
-    heights = [NODE_DISTANCE * (place + 0.5) for place in range(ranks)]
+    heights = [NODE_DISTANCE * (index + 0.5) for index in range(ranks)]
     largest = max([abs(weight) for row in shares.received for weight in row], default=0.0) or 1.0
     links = tuple(
         Link(heights[own], heights[rank], round(7 * abs(weight) / largest, 1))

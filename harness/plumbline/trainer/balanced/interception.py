@@ -181,7 +181,7 @@ class Interception:
                 )
             finally:
                 self.skipping = False
-            numbers = {id(copies[id(tensor)]): place for place, tensor in enumerate(given)}
+            numbers = {id(copies[id(tensor)]): index for index, tensor in enumerate(given)}
             found = {id(tensor): numbers[id(tensor)] for tensor in tensors_in(outputs) if id(tensor) in numbers}
             skipped = Skipped(outputs, found)
             if self.remembered is not None:

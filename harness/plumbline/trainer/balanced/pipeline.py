@@ -133,8 +133,8 @@ class Pipeline:
         gradients: list[Tensor | None] = [None] * len(arriving)
         shapes = shapes_of(arriving)
         inputs = [
-            note_gradient(tensor, gradients, place) if train and carried.differentiable else tensor
-            for place, (tensor, carried) in enumerate(zip(arriving, self.part.arriving, strict=True))
+            note_gradient(tensor, gradients, index) if train and carried.differentiable else tensor
+            for index, (tensor, carried) in enumerate(zip(arriving, self.part.arriving, strict=True))
         ]
         with self.clock.measure("forward" if train else "evaluation"):
             outputs = self.interception.run(self.part, inputs, lambda: step(batch))
@@ -179,7 +179,7 @@ class Pipeline:
                 with self.clock.measure("backward"):
                     torch.autograd.backward(tensors, gradients)
         if self.place.number:
-            sent = [place for place, carried in enumerate(self.part.arriving) if carried.differentiable]
+            sent = [index for index, carried in enumerate(self.part.arriving) if carried.differentiable]
             self.exchange.send_gradients(
                 [passed.gradients[place] for place in sent],
                 [passed.arrived[place] for place in sent],

@@ -95,10 +95,10 @@ def improved(best: StagePlan, measured: Profile) -> StagePlan:
 def moved_by_one(stages: Sequence[Stage]) -> Iterator[tuple[Stage, ...]]:
     """Yield the stages with one boundary moved by one block. Each stage keeps at least one block."""
     bounds = [0, *(stage.last for stage in stages)]
-    for place in range(1, len(stages)):
-        for bound in (bounds[place] - 1, bounds[place] + 1):
-            if bounds[place - 1] < bound < bounds[place + 1]:
-                moved = [*bounds[:place], bound, *bounds[place + 1 :]]
+    for index in range(1, len(stages)):
+        for bound in (bounds[index] - 1, bounds[index] + 1):
+            if bounds[index - 1] < bound < bounds[index + 1]:
+                moved = [*bounds[:index], bound, *bounds[index + 1 :]]
                 yield tuple(Stage(first, last) for first, last in pairwise(moved))
 
 

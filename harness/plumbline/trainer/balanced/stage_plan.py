@@ -318,7 +318,7 @@ def _shortened(name: str, room: int) -> str:
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
     padded = (
-        cell.ljust(width) if place == NAMES else cell.rjust(width)
-        for place, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        cell.ljust(width) if index == NAMES else cell.rjust(width)
+        for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
     )
     return "  ".join(padded).rstrip()

@@ -169,10 +169,10 @@ class JointComparison:
 
     def _search(self, derivative: JointDerivative) -> Facts:
         """Look for wrong gradients among the complete ones that were not compared before."""
-        places = derivative.take_complete()
-        if not places:
+        indices = derivative.take_complete()
+        if not indices:
             raise NoAgreementError(NO_GRADIENT_YET)
-        search = GradientSearch(derivative, self._beginnings, self._reading, places)
+        search = GradientSearch(derivative, self._beginnings, self._reading, indices)
         found, self._reading = search.facts(), search.known
         if found["wrong"]:
             self.obstacle = WRONG_OR_APART
@@ -191,13 +191,13 @@ class GradientSearch:
     """Finds the parameters whose gradients are wrong, with few directions."""
 
     def __init__(
-        self, derivative: JointDerivative, beginnings: Beginnings, known: Reading | None, places: Sequence[int]
+        self, derivative: JointDerivative, beginnings: Beginnings, known: Reading | None, indices: Sequence[int]
     ) -> None:
         self._derivative = derivative
         self._beginnings = beginnings
         self._groups = derivative.groups
         self._every = derivative.every
-        self._places = places
+        self._indices = indices
         self._parts: set[int] = set()
         self._rejected: list[Reading] = []
         self._is_settled = False
@@ -205,12 +205,12 @@ class GradientSearch:
         self.known = known
 
     def facts(self) -> Facts:
-        """Compare the gradients of all parameters in ``places``, along few directions."""
+        """Compare the gradients of all parameters in ``indices``, along few directions."""
         return self._facts(*self._read(FIRST))
 
     def _facts(self, reading: Reading, difference: Difference) -> Facts:
         """Compare the gradients under this reading. ``difference`` is the one along the first direction."""
-        remaining = list(self._places)
+        remaining = list(self._indices)
         judged: list[int] = []
         found: Facts = {
             "noise": [],
@@ -247,26 +247,26 @@ class GradientSearch:
                     # No direction through fewer parameters shows it: see whether another one through many does.
                     unconfirmed.append(self._measured(difference, remaining))
                     if len(unconfirmed) < MOST_UNCONFIRMED:
-                        remaining, unlucky = list(self._places), 0
+                        remaining, unlucky = list(self._indices), 0
                         continue
                     found["wrong"] = [self._wrong(remaining, difference)]
                     found["unsearched"] = self._named(remaining)
-                    judged = [place for place in judged if place not in remaining]
+                    judged = [index for index in judged if index not in remaining]
                 found["not_derivatives"] = self._derivative.not_derivatives()
                 break
             if difference.noise:
                 found["noise"].append(difference.error(remaining) / difference.noise)
             right.append(self._measured(difference, remaining))
             is_suspicious = is_suspicious or self._is_suspicious(difference, remaining)
-            seen = [place for place in remaining if self._shows(difference, place)]
-            judged += [place for place in seen if not self._groups[place].is_doubtful]
-            remaining = [place for place in remaining if place not in seen]
+            seen = [index for index in remaining if self._shows(difference, index)]
+            judged += [index for index in seen if not self._groups[index].is_doubtful]
+            remaining = [index for index in remaining if index not in seen]
             unlucky = 0 if seen else unlucky + 1
             if unlucky == UNLUCKY or not remaining:
                 if not unconfirmed and not is_suspicious:
                     break
-                remaining, unlucky = list(self._places), 0
-        doubtful = [place for place in self._places if self._groups[place].is_doubtful]
+                remaining, unlucky = list(self._indices), 0
+        doubtful = [index for index in self._indices if self._groups[index].is_doubtful]
         found["alike"] = self._named(sorted(self._parts))
         found["judged"] = self._named(sorted(set(judged)))
         found["doubtful"] = self._named(doubtful)
@@ -288,13 +288,13 @@ class GradientSearch:
         self._derivative.read_as(reading)
         return abs(whole.right - difference.right) > max(whole.limit, difference.limit)
 
-    def _is_suspicious(self, difference: Difference, places: Iterable[int]) -> bool:
+    def _is_suspicious(self, difference: Difference, indices: Iterable[int]) -> bool:
         """Return whether more directions may reveal gradients left from the previous step below the limit.
 
         Only 16-bit formats can hide gradients of that size.
         """
-        is_large = difference.error(places) > SUSPICIOUS * difference.limit
-        return self._derivative.is_coarse and is_large and any(difference.left[place] for place in places)
+        is_large = difference.error(indices) > SUSPICIOUS * difference.limit
+        return self._derivative.is_coarse and is_large and any(difference.left[index] for index in indices)
 
     def _not_averaged(self, doubtful: Sequence[int]) -> list[int]:
         """Return the parameters that began alike on several ranks, and that affect the terms of S of different ranks.
@@ -306,27 +306,27 @@ class GradientSearch:
         """
         if self._derivative.losses < len(self._every):
             silent = [
-                place
-                for place in doubtful
-                if not any(self._derivative.communicate[one] for one in self._groups[place].ranks)
+                index
+                for index in doubtful
+                if not any(self._derivative.communicate[one] for one in self._groups[index].ranks)
             ]
             return replicas_of_stages(
                 self._every, self._groups, silent, self._derivative.unit, is_first=self._derivative.is_first
             )
         kinds: dict[Kind, list[int]] = {}
-        for place in doubtful:
-            kinds.setdefault(self._groups[place].kind, []).append(place)
+        for index in doubtful:
+            kinds.setdefault(self._groups[index].kind, []).append(index)
         found: list[int] = []
-        for places in list(kinds.values())[:MOST_OWN]:
-            differences = [self._derivative.difference([place], f"own {place}") for place in places]
+        for indices in list(kinds.values())[:MOST_OWN]:
+            differences = [self._derivative.difference([index], f"own {index}") for index in indices]
             reached = [
                 {rank for rank, own in enumerate(one.shares) if any(abs(share) > one.limit for share in own)}
                 for one in differences
             ]
-            shown = all(self._shows(one, place) for one, place in zip(differences, places, strict=True))
+            shown = all(self._shows(one, index) for one, index in zip(differences, indices, strict=True))
             if shown and all(reached) and sum(map(len, reached)) == len(set().union(*reached)):
                 firsts = [min(own) for own in reached]
-                found += [] if self._derivative.have_one_loss(firsts) else places
+                found += [] if self._derivative.have_one_loss(firsts) else indices
         return found
 
     def _norms(self) -> list[float]:
@@ -337,9 +337,9 @@ class GradientSearch:
         ]
         seen: dict[Kind, float] = {}
         parts = 0.0
-        for place, (group, own) in enumerate(zip(self._groups, squares, strict=True)):
-            parts += sum(own) if place in self._parts else own[0]
-            key = group.kind if group.is_doubtful else (f"{place}", (), 0)
+        for index, (group, own) in enumerate(zip(self._groups, squares, strict=True)):
+            parts += sum(own) if index in self._parts else own[0]
+            key = group.kind if group.is_doubtful else (f"{index}", (), 0)
             seen[key] = min(own[0], seen.get(key, math.inf))
         return [math.sqrt(sum(seen.values())), math.sqrt(parts)]
 
@@ -352,7 +352,7 @@ class GradientSearch:
         readings = self._readings(self.known)
         for one in readings:
             difference = self._read_as(one, seed)
-            if difference.error(self._places) <= difference.limit:
+            if difference.error(self._indices) <= difference.limit:
                 if abs(difference.right) > 2 * difference.limit:
                     self.known = replace(one, factor=1.0, factor_error=0.0, is_by_hand=False)
                 return one, difference
@@ -374,7 +374,7 @@ class GradientSearch:
             return None
         self._rejected.append(reading)
         other, difference = self._read(seed)
-        is_right = difference.error(self._places) <= difference.limit
+        is_right = difference.error(self._indices) <= difference.limit
         if is_right and other not in self._rejected and len(self._rejected) < MOST_READINGS:
             return other, difference
         self._is_settled = True
@@ -407,9 +407,9 @@ class GradientSearch:
         If half of a gradient is wrong, several readings are equally near.
         """
         self._derivative.read_as(Reading(in_place=readings[0].in_place, derives=readings[0].derives))
-        mean_of, places = self._derivative.divided_by, self._places
-        along = [self._derivative.difference(places, seed) for seed in OF_A_FACTOR]
-        found = [(one.received_for(places), one.right) for one in along]
+        mean_of, indices = self._derivative.divided_by, self._indices
+        along = [self._derivative.difference(indices, seed) for seed in OF_A_FACTOR]
+        found = [(one.received_for(indices), one.right) for one in along]
 
         def rest(reading: Reading) -> float:
             factor = reading.factor * (mean_of if reading.is_sum else 1.0)
@@ -428,57 +428,57 @@ class GradientSearch:
         Raises:
             NoAgreementError: gradients are too small to tell.
         """
-        places = self._places
+        indices = self._indices
         self._derivative.read_as(reading)
-        tried = {seed: self._derivative.difference(places, seed) for seed in OF_A_FACTOR}
+        tried = {seed: self._derivative.difference(indices, seed) for seed in OF_A_FACTOR}
         best = max(tried, key=lambda one: abs(tried[one].right) / tried[one].noise if tried[one].noise else 0.0)
         clearest = tried.pop(best)
         if abs(clearest.right) <= 2 * clearest.limit:
             raise NoAgreementError(UNKNOWN_FACTOR)
-        factor = clearest.received_for(places) / clearest.right
+        factor = clearest.received_for(indices) / clearest.right
         if factor <= 0:
             return None
         scaled = replace(reading, factor=factor, factor_error=clearest.noise / abs(clearest.right))
         self._derivative.read_as(scaled)
-        others = (self._derivative.difference(places, seed) for seed in tried)
-        return scaled if all(one.error(places) <= one.limit for one in others) else None
+        others = (self._derivative.difference(indices, seed) for seed in tried)
+        return scaled if all(one.error(indices) <= one.limit for one in others) else None
 
     def _scaled(self, reading: Reading, difference: Difference) -> Facts:
         """Return the factor in all gradients, its error bound, and the mistake it makes in one parameter's gradient."""
-        place = max(difference.received, key=lambda one: abs(difference.received[one]))
+        index = max(difference.received, key=lambda one: abs(difference.received[one]))
         self._derivative.read_as(replace(reading, factor=1.0, factor_error=0.0))
-        wrong = self._wrong([place], self._derivative.difference([place], f"apart {place}"))
+        wrong = self._wrong([index], self._derivative.difference([index], f"apart {index}"))
         self._derivative.read_as(reading)
         return {"factor": reading.factor, "within": self._derivative.limit * reading.factor_error, "wrong": wrong}
 
     def _read_as(self, reading: Reading, seed: str) -> Difference:
         self._derivative.read_as(reading)
-        return self._derivative.difference(self._places, seed)
+        return self._derivative.difference(self._indices, seed)
 
-    def _shows(self, difference: Difference, place: int) -> bool:
+    def _shows(self, difference: Difference, index: int) -> bool:
         """Return whether an error as large as the gradient of a parameter would have been seen."""
-        return abs(difference.received[place]) > 2 * difference.limit
+        return abs(difference.received[index]) > 2 * difference.limit
 
-    def _named(self, places: Iterable[int]) -> list[list[object]]:
+    def _named(self, indices: Iterable[int]) -> list[list[object]]:
         """Return the recorded names of parameters, each with the ranks that hold the parameter under this name."""
         named: list[list[object]] = []
-        for place in places:
+        for index in indices:
             ranks: dict[str, list[int]] = {}
-            for rank, number in sorted(self._groups[place].keys):
+            for rank, number in sorted(self._groups[index].keys):
                 for name in self._every[rank][number]["recorded"]:
                     ranks.setdefault(name, []).append(rank)
             named += [[name, each] for name, each in ranks.items()]
         return named
 
     def _apart(
-        self, places: Sequence[int], right: list[Facts], attempt: int
+        self, indices: Sequence[int], right: list[Facts], attempt: int
     ) -> tuple[list[Facts], list[int], list[int]]:
         """Find wrong parameters by halving; return what is wrong, the judged parameters, and those not reached.
 
         Measurements of right parameters are added to ``right``. Each ``attempt`` has its own directions, and so has
         each new try when the halves do not show the error that they show together.
         """
-        wrong, judged, suspects, budget = [], [], [list(places)], MOST_HALVES
+        wrong, judged, suspects, budget = [], [], [list(indices)], MOST_HALVES
         unresolved: dict[int, tuple[Sequence[int], Difference]] = {}
         while suspects and budget > 0:
             half = suspects.pop()  # the latest: to reach single parameters before the comparisons are used up
@@ -494,8 +494,8 @@ class GradientSearch:
                         found.append((part, difference))
                         continue
                     right.append(self._measured(difference, part))
-                    shown = [place for place in part if self._shows(difference, place)]
-                    judged += [place for place in shown if not self._groups[place].is_doubtful]
+                    shown = [index for index in part if self._shows(difference, index)]
+                    judged += [index for index in shown if not self._groups[index].is_doubtful]
                 if found:
                     break
             for part, difference in found:
@@ -512,45 +512,45 @@ class GradientSearch:
             wrong.append(self._wrong(*unresolved[min(unresolved)]))
         elif budget > 0:
             copies = self._wrong_copies(wrong)
-            wrong += [self._wrong([place], difference) for place, difference in copies]
-            judged += [place for place, _ in copies]
-        return wrong, judged, [place for half in suspects for place in half]
+            wrong += [self._wrong([index], difference) for index, difference in copies]
+            judged += [index for index, _ in copies]
+        return wrong, judged, [index for half in suspects for index in half]
 
     def _wrong_copies(self, wrong: Sequence[Facts]) -> list[tuple[int, Difference]]:
         """Return other copies of wrong parameters that are also wrong; the first direction need not show this."""
         known = {(one["name"], rank) for one in wrong for rank in one["ranks"]}
-        places = [
-            place
-            for place in self._places
-            if (group := self._groups[place]).is_doubtful
-            and place not in self._parts
+        indices = [
+            index
+            for index in self._indices
+            if (group := self._groups[index]).is_doubtful
+            and index not in self._parts
             and group.name in {name for name, _ in known}
             and not {(group.name, rank) for rank in group.ranks} & known
         ]
         found = []
-        for place in places[:MOST_OWN]:
+        for index in indices[:MOST_OWN]:
             for number in range(MOST_ALONG_COPIES):
-                difference = self._derivative.difference([place], f"copy {place} {number}")
-                if difference.error([place]) > difference.limit:
-                    found.append((place, difference))
+                difference = self._derivative.difference([index], f"copy {index} {number}")
+                if difference.error([index]) > difference.limit:
+                    found.append((index, difference))
                     break
         return found
 
-    def _is_a_part(self, place: int) -> bool:
+    def _is_a_part(self, index: int) -> bool:
         """Return whether the gradient is right if the equal copies on ranks are separate parts."""
-        group = self._groups[place]
+        group = self._groups[index]
         if len(group.instances) == 1:
             return False
         first = Group(group.kind, group.instances[:1], group.size)
-        difference = self._derivative.difference([place], f"one {place}", {place: first})
-        return difference.error([place]) <= difference.limit
+        difference = self._derivative.difference([index], f"one {index}", {index: first})
+        return difference.error([index]) <= difference.limit
 
-    def _with_all_copies(self, place: int) -> Facts | None:
+    def _with_all_copies(self, index: int) -> Facts | None:
         """Measure a copy along a direction through all copies; ``own`` has the terms of S along this copy alone.
 
         Uses a direction along which the two differ, if one is found. Returns None if there are no copies.
         """
-        group = self._groups[place]
+        group = self._groups[index]
         if not group.is_doubtful:
             return None
         others = (one.instances for one in self._groups if one.kind == group.kind and one is not group)
@@ -558,49 +558,49 @@ class GradientSearch:
         copies = len(every.instances) / len(group.instances)
         found: list[tuple[float, Facts]] = []
         for number in range(MOST_ALONG_COPIES):
-            seed = f"copies {place}" + (f" {number}" if number else "")
-            together = self._derivative.difference([place], seed, {place: every})
-            own = self._derivative.difference([place], seed)
+            seed = f"copies {index}" + (f" {number}" if number else "")
+            together = self._derivative.difference([index], seed, {index: every})
+            own = self._derivative.difference([index], seed)
             noise = math.hypot(together.noise, own.noise)
             apart = abs(together.right - copies * own.right) / (copies * noise) if noise else math.inf
-            found.append((apart, {**self._measured(together, [place]), "own": own.shares, "noise": noise}))
+            found.append((apart, {**self._measured(together, [index]), "own": own.shares, "noise": noise}))
             if apart > 2 * self._derivative.limit:
                 break
         return max(found, key=lambda one: one[0])[1]
 
-    def _wrong(self, places: Sequence[int], difference: Difference) -> Facts:
-        """Return what is wrong with a parameter, or with several; the first of ``places`` gives the name.
+    def _wrong(self, indices: Sequence[int], difference: Difference) -> Facts:
+        """Return what is wrong with a parameter, or with several; the first of ``indices`` gives the name.
 
         ``again`` is measured along another direction, which shows whether there is a common factor.
         """
-        place = places[0]
-        group = self._groups[place]
+        index = indices[0]
+        group = self._groups[index]
         rank, number = min(group.keys)
         first = self._every[rank][number]
-        is_one = len(places) == 1
-        again = self._derivative.difference(places, f"again {place}")
+        is_one = len(indices) == 1
+        again = self._derivative.difference(indices, f"again {index}")
         return {
-            **self._measured(difference, places),
+            **self._measured(difference, indices),
             "name": group.name,
             "ranks": group.ranks,
             "right": difference.right,
-            "again": [[again.received_for(places), again.right, again.noise]],
+            "again": [[again.received_for(indices), again.right, again.noise]],
             "began_alike": is_one and group.is_doubtful,
             "copies": sum(len(one.instances) for one in self._groups if one.kind == group.kind) / len(group.instances),
-            "with_all_copies": self._with_all_copies(place) if is_one else None,
+            "with_all_copies": self._with_all_copies(index) if is_one else None,
             "one_gradient": is_one
-            and have_one_gradient(self._every, self._groups, place, self._derivative.unit, self._beginnings),
-            "parts": self._parts_of(place) if is_one else [],
+            and have_one_gradient(self._every, self._groups, index, self._derivative.unit, self._beginnings),
+            "parts": self._parts_of(index) if is_one else [],
             "in_pieces": "pieces" in first,
         }
 
-    def _parts_of(self, place: int) -> list[list[float]]:
+    def _parts_of(self, index: int) -> list[list[float]]:
         """Return what each rank received for its part, what is right according to the rank's own loss, and the noise.
 
         For pieces of parameter copies, all losses count. The list is empty if ranks hold no parts, or a rank has no
         loss.
         """
-        group = self._groups[place]
+        group = self._groups[index]
         held = {rank: self._every[rank][number] for rank, number in group.instances[0]}
         are_parts = all(one["copies"] < len(one["ranks"]) for one in held.values())
         if not are_parts or self._derivative.losses < len(self._every):
@@ -610,21 +610,21 @@ class GradientSearch:
             in_pieces = "pieces" in held[rank]
             # Ranks compute with all pieces of their copy, and those at the same position with parts of one model.
             ranks = {instance[position][0] for instance in group.instances} if in_pieces else {rank}
-            one = self._derivative.difference([place], f"part {rank}", part_of=ranks)
+            one = self._derivative.difference([index], f"part {rank}", part_of=ranks)
             own = one.right if in_pieces else math.fsum(one.shares[rank])
-            parts.append([one.received[place] * held[rank]["copies"], own, one.noise])
+            parts.append([one.received[index] * held[rank]["copies"], own, one.noise])
         return parts
 
-    def _measured(self, difference: Difference, places: Iterable[int]) -> Facts:
+    def _measured(self, difference: Difference, indices: Iterable[int]) -> Facts:
         """Return what was received for these parameters together, and what may explain it.
 
         ``left_in_parts`` counts only parameters with a single copy, on one rank or in parts on several.
         """
-        parts = [place for place in places if len(self._groups[place].instances) == 1]
+        parts = [index for index in indices if len(self._groups[index].instances) == 1]
         return {
-            "received": difference.received_for(places),
-            "left": sum(difference.left[place] for place in places),
-            "left_in_parts": sum(difference.left[place] for place in parts),
+            "received": difference.received_for(indices),
+            "left": sum(difference.left[index] for index in indices),
+            "left_in_parts": sum(difference.left[index] for index in parts),
             "shares": difference.shares,
             "noise": difference.noise,
         }

@@ -189,8 +189,8 @@ def tied_apart(held: Sequence[Sequence[Facts]], groups: Sequence[Group], unit: f
     """
     tied = [one for one in groups if all(held[rank][number]["tied"] for rank, number in one.keys)]
     found = []
-    for place, one in enumerate(tied):
-        for other in tied[place + 1 :]:
+    for index, one in enumerate(tied):
+        for other in tied[index + 1 :]:
             ours, theirs = one.instances[0], other.instances[0]
             stages = {held[rank][number]["stage"] for (rank, number) in (ours[0], theirs[0])}
             if one.kind[1:] != other.kind[1:] or len(stages) == 1:
@@ -213,26 +213,26 @@ def replicas_of_stages(
     Return none if all of them have the same values again after their first step.
     """
     kinds: dict[Kind, list[int]] = {}
-    for place in doubtful:
-        kinds.setdefault(groups[place].kind, []).append(place)
+    for index in doubtful:
+        kinds.setdefault(groups[index].kind, []).append(index)
     found: list[int] = []
     are_equal = not is_first
-    for places in kinds.values():
-        keys = [groups[place].instances[0] for place in places]
-        stages = {held[rank][number]["stage"] for place in places for rank, number in groups[place].keys}
+    for indices in kinds.values():
+        keys = [groups[index].instances[0] for index in indices]
+        stages = {held[rank][number]["stage"] for index in indices for rank, number in groups[index].keys}
         stage = stages.pop()
-        if stages or len(places) < 2 or not (stage.isdigit() or stage in _ENDS):
+        if stages or len(indices) < 2 or not (stage.isdigit() or stage in _ENDS):
             continue
         are_equal &= all(_same(held, keys[0], one, ("weights",), largest_rounding(unit)) for one in keys[1:])
-        found += places
+        found += indices
     return [] if are_equal else found
 
 
 def have_one_gradient(
-    held: Sequence[Sequence[Facts]], groups: Sequence[Group], place: int, unit: float, beginnings: Beginnings
+    held: Sequence[Sequence[Facts]], groups: Sequence[Group], index: int, unit: float, beginnings: Beginnings
 ) -> bool:
     """Return whether a parameter's parts, of a DTensor or with different weights, have the same gradient."""
-    group, most = groups[place], largest_rounding(unit)
+    group, most = groups[index], largest_rounding(unit)
     every = [held[rank][number] for rank, number in group.keys]
     are_parts = any(one["copies"] < len(one["ranks"]) and "pieces" not in one for one in every)
     if not are_parts and beginnings.may_be_copies(group.kind):

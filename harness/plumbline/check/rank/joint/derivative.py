@@ -116,7 +116,7 @@ class JointDerivative:
     number of ranks that compute a loss. ``has_same_loss``: all their losses are equal. ``has_one_loss``: they are also
     computed from equal outputs. ``communicate``: for each rank, whether its forward communicates.
     ``receives_constants``: the forward combines tensors that have a gradient with values that collectives return as
-    constants. ``changed``: gradients that changed between pipeline stages. ``in_place``: the readings of in-place
+    constants. ``changed``: gradients that changed between pipeline stages. ``in_place``: the readings of in-index
     collectives to try. ``is_first``: no step was compared before. ``are_copies``: optimizers step copies of all
     parameters. ``squares``: the squared norms of the gradients taken so far, by rank and number. ``factor``: the factor
     in all of these gradients and its relative error, None before any was compared. ``by_hand``: the factor by which the
@@ -242,14 +242,14 @@ class JointDerivative:
         self.groups = grouped(self.every, self.unit, self._beginnings)
 
     def take_complete(self) -> list[int]:
-        """Return the places of the parameters whose gradients are complete now and were not taken before."""
+        """Return the indices of the parameters whose gradients are complete now and were not taken before."""
         complete = [
-            place
-            for place, group in enumerate(self.groups)
+            index
+            for index, group in enumerate(self.groups)
             if all(self.every[rank][number]["complete"] for rank, number in group.keys)
         ]
-        new = [place for place in complete if not self.groups[place].keys & self.squares.keys()]
-        for rank, number in (key for place in new for key in self.groups[place].keys):
+        new = [index for index in complete if not self.groups[index].keys & self.squares.keys()]
+        for rank, number in (key for index in new for key in self.groups[index].keys):
             self.squares[rank, number] = self.every[rank][number]["square"]
         return new
 
@@ -290,7 +290,7 @@ class JointDerivative:
 
     def difference(
         self,
-        places: Sequence[int],
+        indices: Sequence[int],
         seed: str,
         instead: Mapping[int, Group] | None = None,
         *,
@@ -300,22 +300,22 @@ class JointDerivative:
 
         ``part_of``: the direction goes only through the parts that these ranks hold.
         """
-        groups = {place: (instead or {}).get(place, self.groups[place]) for place in places}
+        groups = {index: (instead or {}).get(index, self.groups[index]) for index in indices}
         of_step = f"{self._step} " if self.is_coarse else ""
         directions: dict[int, Tensor] = {}
         products: dict[int, tuple[float, float, float]] = {}
-        for place, group in groups.items():
+        for index, group in groups.items():
             for rank, number in group.keys:
                 if rank == self._rank:
                     one = self._held[number]
-                    along = one.direction(f"{of_step}{seed} {place}", group.size)
+                    along = one.direction(f"{of_step}{seed} {index}", group.size)
                     if part_of is not None:
                         along = one.own_part(along) if rank in part_of else torch.zeros_like(along)
                     directions[id(one.parameter)] = along
                     if (rank, number) in group.instances[0]:
                         copies = self.every[rank][number]["copies"]
                         left, _ = product(self._left.get(id(one.parameter)), along, copies)
-                        products[place] = *product(self._gradients[number], along, copies), left
+                        products[index] = *product(self._gradients[number], along, copies), left
         forth, back = (self._at(directions, sign) for sign in (STEP, -STEP))
         rough_forth, rough_back = (self._at(directions, sign, self.unit) for sign in (STEP, -STEP))
         shares = _combined(forth, back, lambda a, b: (a - b) / (2 * STEP * self._of))
@@ -325,10 +325,10 @@ class JointDerivative:
             for one, other, still in zip(forth, back, self._still, strict=True)
             for a, b, c in zip(one, other, still, strict=True)
         ]
-        every = self._exchange.values({str(place): value for place, value in products.items()})
+        every = self._exchange.values({str(index): value for index, value in products.items()})
         factor = self._reading.factor
         received, left_over = (
-            {place: sum(own[str(place)][kind] for own in every if str(place) in own) / factor for place in places}
+            {index: sum(own[str(index)][kind] for own in every if str(index) in own) / factor for index in indices}
             for kind in (0, 2)
         )
         squares = sum(value[1] for own in every for value in own.values()) / factor**2
@@ -368,7 +368,7 @@ class JointDerivative:
         if any(own != names[0] for own in names):
             return []
         wrong = [
-            name for place, name in enumerate(names[0]) if not can_be_a_derivative([own[place][1] for own in every])
+            name for index, name in enumerate(names[0]) if not can_be_a_derivative([own[index][1] for own in every])
         ]
         return list(dict.fromkeys(wrong))
 

@@ -59,22 +59,22 @@ class JointForward:
             NoAgreementError: outputs differ from the script's, or the forward defines its own derivative.
         """
         rounded = []
-        for place, one in enumerate(self._calls):
-            own, self._drawn[place] = forward_together(one.call, ReplayPrecision.NATIVE, native)
+        for index, one in enumerate(self._calls):
+            own, self._drawn[index] = forward_together(one.call, ReplayPrecision.NATIVE, native)
             rounded.append(tuple(map(sample, own)))
         try:
             exact = [
                 forward_together(
-                    one.call, ReplayPrecision.FLOAT64, self._weights, self._drawn[place], constants, verify=True
+                    one.call, ReplayPrecision.FLOAT64, self._weights, self._drawn[index], constants, verify=True
                 )[0]
-                for place, (one, constants) in enumerate(zip(self._calls, self._constants, strict=True))
+                for index, (one, constants) in enumerate(zip(self._calls, self._constants, strict=True))
             ]
         except OwnDerivativeError as error:
             raise NoAgreementError(str(error)) from error
-        for place, (one, own_outputs, right) in enumerate(zip(self._calls, rounded, exact, strict=True)):
+        for index, (one, own_outputs, right) in enumerate(zip(self._calls, rounded, exact, strict=True)):
             samples = tuple(map(sample, right))
             if not agreement.reproduces(one.call.outputs, own_outputs, samples, one.call.eps):
-                draws = one.call.compiled and self._drawn[place]
+                draws = one.call.compiled and self._drawn[index]
                 why = COMPILED_DRAWS if draws else "its forward returned a different result when it was run again"
                 raise NoAgreementError(f"{one.call.name}: {why}")
             self.spread = max(self.spread, agreement.distance(own_outputs, samples))
@@ -102,12 +102,12 @@ class JointForward:
     def exchanges(self) -> list[tuple[str, Terms]]:
         """Return the communicating functions in these calls, with this rank's terms of their derivatives."""
         found: list[tuple[str, Terms]] = []
-        for place, one in enumerate(self._calls):
+        for index, one in enumerate(self._calls):
             forward_together(
                 one.call,
                 ReplayPrecision.FLOAT64,
                 self._weights,
-                self._drawn[place],
+                self._drawn[index],
                 Constants(),
                 exchanged=lambda name, terms: found.append((name, terms)),
             )
@@ -126,11 +126,11 @@ class JointForward:
                 one.call,
                 ReplayPrecision.FLOAT64,
                 self._weights,
-                self._drawn[place],
-                constants[place],
-                None if unit is None else Rounding(unit, place),
+                self._drawn[index],
+                constants[index],
+                None if unit is None else Rounding(unit, index),
             )[0]
-            for place, one in enumerate(self._calls)
+            for index, one in enumerate(self._calls)
         ]
 
     def _terms(self, outputs: Sequence[Sequence[Tensor]]) -> list[float]:

@@ -37,9 +37,9 @@ def used_after_reductions(weights: JointWeights) -> Iterator[set[int]]:
         running.append(_Running(module))
 
     def ends(module: nn.Module, args: Any, output: Any) -> None:
-        places = [place for place, one in enumerate(running) if one.module is module]
-        if places:
-            del running[places[-1] :]
+        indices = [index for index, one in enumerate(running) if one.module is module]
+        if indices:
+            del running[indices[-1] :]
 
     def before(func: Any, arguments: list[Any]) -> None:
         if not running:

@@ -88,7 +88,7 @@ def _bound(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     try:
         return inspect.signature(module.forward).bind(*args, **kwargs).arguments
     except (TypeError, ValueError):
-        return {**{str(place): one for place, one in enumerate(args)}, **kwargs}
+        return {**{str(index): one for index, one in enumerate(args)}, **kwargs}
 
 
 def _named(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:

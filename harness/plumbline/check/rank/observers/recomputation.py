@@ -235,8 +235,8 @@ def _sample(tensor: Tensor) -> Sample | None:
 def _evenly(shape: torch.Size) -> tuple[slice, ...]:
     """Return an index of at most ``SAMPLE`` evenly spread entries, which copies no others whatever the strides are."""
     left, chosen = float(SAMPLE), {}
-    for place, (size, dim) in enumerate(sorted((size, dim) for dim, size in enumerate(shape))):
-        most = max(1, int(left ** (1 / (len(shape) - place))))
+    for index, (size, dim) in enumerate(sorted((size, dim) for dim, size in enumerate(shape))):
+        most = max(1, int(left ** (1 / (len(shape) - index))))
         chosen[dim] = slice(None, None, max(1, -(-size // most)))
         left /= max(1, min(size, most))
     return tuple(chosen[dim] for dim in range(len(shape)))

@@ -64,8 +64,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 def row_hashes(tensors: list[Tensor]) -> list[int]:
     """Return a 64-bit hash for each row of tensors of equal length in dim 0, from the bits of all tensors."""
     total: Tensor | None = None
-    for place, tensor in enumerate(tensors):
-        hashes = mixed(_row_sums(_words(tensor)) + (place + 1) * 0x9E3779B97F4A7C1)
+    for index, tensor in enumerate(tensors):
+        hashes = mixed(_row_sums(_words(tensor)) + (index + 1) * 0x9E3779B97F4A7C1)
         total = hashes if total is None else total + hashes.to(total.device)
     return [] if total is None else [int(number) for number in total.cpu().tolist()]
 

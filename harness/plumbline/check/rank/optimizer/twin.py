@@ -184,7 +184,7 @@ def state_of(optimizer: Optimizer, parameter: Tensor, rank: int = 0, ranks: int 
     rows = -(-len(group) // ranks)
     if not _is_stack(stack, group, rows) or any(one in optimizer.state for one in group[1:]):
         return optimizer.state.get(parameter)
-    number = next(place for place, one in enumerate(group) if one is parameter)
+    number = next(index for index, one in enumerate(group) if one is parameter)
     if number // rows != rank:
         return None
     row = slice(number % rows, number % rows + 1)

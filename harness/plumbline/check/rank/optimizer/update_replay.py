@@ -211,9 +211,9 @@ class UpdateReplay(Observer):
 
     def _close(self, optimizer: Optimizer) -> _Pending | None:
         """Remove and return an open step of an optimizer, with all steps that began inside it."""
-        for place, pending in enumerate(self._open):
+        for index, pending in enumerate(self._open):
             if pending.optimizer is optimizer:
-                del self._open[place:]
+                del self._open[index:]
                 return pending
         return None
 

@@ -99,7 +99,7 @@ class WholeInput:
             yield path, self._how([one.get(path) for one in states], path)
 
     def _how(self, entries: Sequence[list[Any] | None], path: Path) -> str | int:
-        having = [place for place, one in enumerate(entries) if one is not None]
+        having = [index for index, one in enumerate(entries) if one is not None]
         found = [one for one in entries if one is not None]
         kinds = {one[0] for one in found}
         is_everywhere = len(having) == len(entries)
@@ -193,8 +193,8 @@ def _leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         for key, one in value.items():
             yield from _leaves(one, (*path, key))
     elif type(value) in (list, tuple) and any(isinstance(one, (Tensor, list, tuple, dict)) for one in value):
-        for place, one in enumerate(value):
-            yield from _leaves(one, (*path, place))
+        for index, one in enumerate(value):
+            yield from _leaves(one, (*path, index))
     else:
         yield path, value
 
@@ -213,5 +213,5 @@ def _nested(leaves: Mapping[Path, Any]) -> Any:
     inner = {key: _nested(one) for key, one in below.items()}
     is_list = bool(inner) and sorted(map(str, inner)) == sorted(map(str, range(len(inner))))
     return (
-        [inner[place] for place in range(len(inner))] if is_list and all(type(key) is int for key in inner) else inner
+        [inner[index] for index in range(len(inner))] if is_list and all(type(key) is int for key in inner) else inner
     )

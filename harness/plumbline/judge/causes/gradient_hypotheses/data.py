@@ -139,7 +139,7 @@ def _crossed(
         )
         return {name: value for name, value in zip(oracle.trained, made, strict=True) if value is not None}
 
-    right = mean_gradient([[through(place, place)] for place in range(len(passes))])
+    right = mean_gradient([[through(index, index)] for index in range(len(passes))])
     raw = case.expected.raw
     if any(norm(value - raw[name]) > 1e-9 * norm(raw[name]) for name, value in right.items()):
         return  # another path bypasses this output

@@ -84,9 +84,9 @@ def _partly_averaged(case: OracleGradientCase) -> Gradients:
     for along in chain.from_iterable(combinations(mesh.names, count) for count in range(1, len(mesh.names))):
         group = next(group for group in mesh.groups(*along) if HeldParts(case).first in group)
         own = {analysis.judged_as(rank) if case.is_staged else rank for rank in group}
-        for place in range(case.micro_batches):
+        for index in range(case.micro_batches):
             for only in (True, False):
-                yield from case.predicted(Combination(_partly(own, case.world / len(own), place, only)))
+                yield from case.predicted(Combination(_partly(own, case.world / len(own), index, only)))
 
 
 def _partly(ranks: set[int], factor: float, place: int, only: bool) -> Weight:

@@ -81,7 +81,7 @@ register(
         "the sum over the backward passes of several optimizers",
         "zero all gradients between the optimizers' backward passes", 450),
     _of_one(PREVIOUS_STEP_NOT_ZEROED, 440),
-    *(_of_one(hypothesis, 430 - 10 * place) for place, hypothesis in enumerate(LATE)),
+    *(_of_one(hypothesis, 430 - 10 * index) for index, hypothesis in enumerate(LATE)),
     GradientHypothesis("clipped-in-one-optimizer", "clipping", _shortened,
         "right for one optimizer, and for another right in direction but too short",
         "check whether the trainer clips for one optimizer, although the workload does not", 90),

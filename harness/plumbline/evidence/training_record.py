@@ -74,7 +74,7 @@ class SkippedStep:
     next_scale: float | None = None
 
 
-class Recording(ABC):
+class TrainingRecord(ABC):
     """The evidence of one training, of a subject or of a script."""
 
     @property

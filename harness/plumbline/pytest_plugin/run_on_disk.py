@@ -136,7 +136,7 @@ def check_unchanged(run: Run, now: Header, behaviors: Mapping[Cell, TrainingBeha
             )
 
 
-class RunRecording:
+class RunOnDisk:
     """A pytest plugin that writes a session's run. Under xdist only the controller writes; workers leave it traces."""
 
     def __init__(self, options: Options) -> None:

@@ -17,7 +17,7 @@ from plumbline.recording.grad_scaler import scale_left
 from plumbline.recording.master_weights import Piece, likely_pieces, pieces_of
 from plumbline.recording.parameter_names import ParameterNames
 from plumbline.recording.parameters import parameters_of
-from plumbline.worker.recording.tensor_copies import copied, is_flattened, is_still, kept
+from plumbline.worker.recorder.tensor_copies import copied, is_flattened, is_still, kept
 
 
 class DeclaredParts:

@@ -151,9 +151,9 @@ def _alternating(first: tuple[MicroBatch, ...], later: tuple[MicroBatch, ...]) -
         return ()
     runs = [first[start : start + size] for start in range(0, len(first), size)]
     *earlier, last = map(_samples, runs)
-    times = next((place for place, run in enumerate(earlier) if run != earlier[0]), len(earlier))
+    times = next((index for index, run in enumerate(earlier) if run != earlier[0]), len(earlier))
     complete = len(earlier) % times == 0 and all(
-        run == earlier[place - place % times] for place, run in enumerate(earlier)
+        run == earlier[index - index % times] for index, run in enumerate(earlier)
     )
     if times < 2 or not complete or last != _samples(later):
         return ()
