@@ -141,8 +141,12 @@ class OneLayer(nn.Module):
 
     def __init__(self, stage: nn.Module, layer: nn.Linear, *, is_last: bool) -> None:
         super().__init__()
-        self.stage, self.is_last = stage, is_last
-        self.add_module("head" if is_last else "embedding", layer)
+        self.is_last = is_last
+        if not is_last:
+            self.embedding = layer
+        self.stage = stage
+        if is_last:
+            self.head = layer
 
     def forward(self, values: Tensor) -> Tensor:
         return self.head(self.stage(values)) if self.is_last else self.stage(self.embedding(values))
@@ -164,6 +168,25 @@ def _tied() -> tuple[list[nn.Module], Step]:
         step(rows, targets)
         if MISTAKE != "tied-not-added":
             dist.all_reduce((module.head if rank else module.embedding).weight.grad)
+
+    return [module], added
+
+
+def _equal() -> tuple[list[nn.Module], Step]:
+    """Two stages that are built on their own ranks, whose first and last weights get the same values."""
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    layer = nn.Linear(WIDTH, WIDTH, bias=False)
+    module = OneLayer(Stage(), layer, is_last=bool(rank))
+    dist.broadcast(layer.weight.data, 0)
+    stage = pipelining.PipelineStage(module, rank, 2, torch.device("cpu"))
+    loss = lambda values, targets: values[:, :4].sub(targets).square().mean()  # noqa: E731
+    step = _step(pipelining.Schedule1F1B(stage, 4, loss), [stage])
+
+    def added(rows: Tensor, targets: Tensor) -> None:
+        step(rows, targets)
+        if MISTAKE != "tied-not-added":
+            dist.all_reduce(layer.weight.grad)
 
     return [module], added
 
@@ -263,6 +286,7 @@ def run(scene: str, mistake: str = "") -> None:
     torch.manual_seed(0)
     others = {
         "communicating": _communicating, "in-parts": _in_parts, "replicas": _replicas, "alike": _alike, "tied": _tied,
+        "equal": _equal,
         "freed": _freed, "sent-in-float32": partial(_converted, torch.float32),
         "sent-in-bfloat16": partial(_converted, torch.bfloat16),
     }  # fmt: skip

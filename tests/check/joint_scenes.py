@@ -253,11 +253,13 @@ class Deep(nn.Module):
 class Experts(nn.Module):
     """Every row goes to the expert of each rank, weighted by a router."""
 
+    begin_apart = True
+
     def __init__(self) -> None:
         super().__init__()
         world = dist.get_world_size()
         self.first, self.router, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, world), nn.Linear(WIDTH, 4)
-        torch.manual_seed(10 + dist.get_rank())
+        torch.manual_seed(10 + (dist.get_rank() if self.begin_apart else 0))
         self.expert = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
 
     def forward(self, values: Tensor) -> Tensor:
@@ -266,6 +268,28 @@ class Experts(nn.Module):
         sent = values.expand(world, *values.shape).reshape(-1, WIDTH)
         back = Exchanged.apply(self.expert(Exchanged.apply(sent))).view(world, *values.shape)
         return self.last(values + (back * weights.T.unsqueeze(-1)).sum(0))
+
+
+class AlikeExperts(Experts):
+    begin_apart = False
+
+
+class Padded(Megatron):
+    """Embeds tokens, of which the padding has a row without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, WIDTH, padding_idx=1)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return super().forward(self.embedding((3 * values.abs()).long().clamp(max=7)).mean(1))
+
+
+class Quantized(Megatron):
+    """Simulates 8-bit activations with torch's own operator, whose gradient passes through the rounding."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        return super().forward(torch.fake_quantize_per_tensor_affine(self.first(values), 0.1, 0, -128, 127))
 
 
 class Variance(nn.Module):
@@ -380,6 +404,11 @@ def _averaged(parameters: Iterator[nn.Parameter]) -> None:
         parameter.grad /= dist.get_world_size()
 
 
+def _summed(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+
+
 def _experts(model: Any) -> None:
     own = set(map(id, model.expert.parameters()))
     if MISTAKE == "router-not-reduced":
@@ -472,6 +501,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], None], int]] = 
     "sequence-parallel": (RowsOnAllRanks, _added_up, 0),
     "megatron-bfloat16": (Megatron, _nothing, 0),
     "experts": (Experts, _experts, 1),
+    "alike-experts": (AlikeExperts, _experts, 1),
+    "padded": (Padded, _nothing, 0),
+    "quantized-by-torch": (Quantized, _nothing, 0),
+    "summed-ring": (RingAttention, _summed, 1),
     "variance": (lambda: DistributedDataParallel(Variance()), _nothing, 1),
     "similarity": (lambda: DistributedDataParallel(Similarity()), _nothing, 1),
     "quantised": (Quantised, _nothing, 0),
@@ -520,6 +553,8 @@ def train(scene: str) -> list[float]:
         rows, targets = (torch.randn(ROWS, width, generator=generator) for width in (WIDTH, 4))
         with torch.autocast("cpu", torch.bfloat16, enabled="bfloat16" in scene):
             loss = functional.mse_loss(model(rows).float(), targets)
+        if scene == "summed-ring" and MISTAKE != "loss-not-divided":
+            loss = loss / dist.get_world_size()
         loss.backward()
         finish(model)
         if MISTAKE.startswith("clipped"):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -167,6 +169,79 @@ class OwnNorm(Training):
         return super().fit()
 
 
+class OfOwnHeads(nn.Module):
+    def forward(self, query, key, value):
+        heads = (one.transpose(1, 2) for one in (query, key, value))
+        return functional.scaled_dot_product_attention(*heads).transpose(1, 2)
+
+
+class OfOwnPositions(nn.Module):
+    """Each rank has some positions of a sequence; in attention, it has some heads of all positions."""
+
+    def __init__(self):
+        from deepspeed.sequence.layer import DistributedAttention
+
+        super().__init__()
+        self.first, self.mixed, self.last = nn.Linear(12, 16), nn.Linear(16, 48), nn.Linear(16, 3)
+        self.attention = DistributedAttention(OfOwnHeads(), dist.group.WORLD)
+
+    def forward(self, values):
+        values = self.first(values)
+        parts = (one.unflatten(-1, (4, 4)) for one in self.mixed(values).chunk(3, -1))
+        return self.last(values + self.attention(*parts, batch_dim_idx=0).flatten(2))
+
+
+def layout_of_one_sequence(is_averaged):
+    """Return what DeepSpeed asks about process groups if all ranks hold parts of one sequence.
+
+    ZeRO 1 and 2 add up gradients over the ranks of a sequence. ZeRO 3 averages over the data-parallel group alone.
+    """
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    every = dist.group.WORLD
+    groups = {
+        "model": alone,
+        "data": every if is_averaged else alone,
+        "sequence": every,
+        "sequence_data": every,
+    }
+    asked = {}
+    for kind, group in groups.items():
+        asked[f"get_{kind}_parallel_group"] = partial(getattr, SimpleNamespace(group=group), "group")
+        asked[f"get_{kind}_parallel_rank"] = partial(dist.get_rank, group)
+        asked[f"get_{kind}_parallel_world_size"] = partial(dist.get_world_size, group)
+    return SimpleNamespace(**asked)
+
+
+class SequenceParallel(Training):
+    """The loss of a rank is the sum over its own positions, divided by the number of all positions."""
+
+    def __init__(self, zero, is_mean=False):
+        sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+        deepspeed.init_distributed("gloo")
+        torch.manual_seed(0)
+        is_averaged = zero["stage"] == 3
+        self.micro_batches, self.divisor = 1, 1 if is_averaged or is_mean else dist.get_world_size()
+        module = OfOwnPositions()
+        self.engine, *_ = deepspeed.initialize(
+            model=module,
+            optimizer=torch.optim.AdamW(module.parameters(), lr=1e-3),
+            mpu=layout_of_one_sequence(is_averaged),
+            config={
+                "train_micro_batch_size_per_gpu": 2,
+                "gradient_clipping": 0.0,
+                "zero_optimization": zero,
+                "steps_per_print": 10**9,
+            },
+        )
+
+    def loss(self):
+        inputs = torch.randn(2, 6, 12)
+        return functional.cross_entropy(self.engine(inputs).flatten(0, 1), inputs[..., :3].argmax(-1).flatten()) / (
+            self.divisor
+        )
+
+
 WRONG = {
     "stale, stage 2": ("stale-master-weights", StaleLoad, {"stage": 2}, {}),
     "stale, stage 0 in bfloat16": ("stale-master-weights", StaleLoad, {"stage": 0}, {"bf16": True}),
@@ -186,6 +261,7 @@ WRONG = {
         {"stage": 2},
         {"torch_autocast": {"enabled": True, "dtype": "float16"}, "clip": 1.0},
     ),
+    "sequences summed, stage 1": ("summed-over-ranks", SequenceParallel, {"stage": 1}, {"is_mean": True}),
     "own norm, stage 2": ("clipped-shard-by-shard", OwnNorm, {"stage": 2}, {"clip": 0.05}),
 }
 
@@ -226,6 +302,13 @@ def judged(plumbline):
 def test_every_stage_is_judged_in_full(judged, zero, options):
     training = judged(Training, zero, **options)
     assert answer_of(training) is Answer.RIGHT, sentence_on(training)
+
+
+@pytest.mark.parametrize("zero", [{"stage": 1}, {"stage": 2}, SHARDED], ids=["stage 1", "stage 2", "stage 3"])
+def test_ranks_that_hold_parts_of_a_sequence_are_judged_together(judged, zero):
+    training = judged(SequenceParallel, zero)
+    assert answer_of(training) is Answer.RIGHT, sentence_on(training)
+    assert training.coverage.gradients.part > 0.95
 
 
 @pytest.mark.parametrize(("cause", "training", "zero", "options"), WRONG.values(), ids=WRONG)

@@ -470,7 +470,7 @@ def test_nothing_contradicts_that_one_of_two_modules_is_not_synchronised(judged)
     assert (answer, causes(training)) == (Answer.WRONG, {"some-parameters-not-synchronised"})
     messages = {one.check: one.message for one in training.findings}
     assert messages["ranks-agree"].endswith("DistributedDataParallel wraps only some of the trained modules")
-    assert messages["objective"] == "The loss is the mean over all 8 terms of cross_entropy."
+    assert messages["objective"] == "Rank 0's own loss is the mean over its 8 terms of cross_entropy."
     assert messages["samples"].endswith("(32 rows in the recorded steps)")
 
 

@@ -18,7 +18,7 @@ from plumbline.ranks.run import run_on_ranks
 RIGHT = (
     "megatron", "megatron-bfloat16", "experts", "variance", "similarity", "ring", "tensor-parallel",
     "sharded-tensor-parallel", "pipeline-by-hand", "pipeline-of-torch", "pipeline-with-buffers", "gathered-head",
-    "sharded-gathered-head", "sequence-parallel", "gathered-columns",
+    "sharded-gathered-head", "sequence-parallel", "gathered-columns", "padded", "summed-ring",
 )  # fmt: skip
 
 WRONG = {
@@ -33,6 +33,7 @@ WRONG = {
     ("variance", "gathered-gradient-not-reduced"): "exchanged-otherwise",
     ("experts", "exchanged-without-gradient"): "backward-wrong",
     ("ring", "no-gradient-to-neighbours"): "backward-wrong",
+    ("summed-ring", "loss-not-divided"): "summed-over-ranks",
     ("ring", "first-not-reduced"): "some-parameters-not-synchronised",
     ("pipeline-by-hand", "gradient-sent-doubled"): "exchanged-otherwise",
     ("gathered-head", "head-not-reduced"): "of-the-holders-samples",
@@ -67,7 +68,7 @@ def test_a_rank_computes_again_alone_where_the_script_gathers_a_frozen_weight() 
     assert "is the mean over 2 ranks of what the backward passes computed" in gradients.message
 
 
-@pytest.mark.parametrize("scene", ["quantised", "reversed"])
+@pytest.mark.parametrize("scene", ["quantised", "quantized-by-torch", "reversed"])
 def test_a_derivative_of_the_script_s_own_is_not_judged(scene: str) -> None:
     training = checked(scene)
     assert answer_of(training) is Answer.NOT_JUDGED
@@ -86,6 +87,12 @@ def test_a_plain_part_is_stepped_by_its_own_rank_where_others_are_reduced_in_the
     training = checked("scaled-tensor-parallel")
     assert answer_of(training) is Answer.RIGHT_IN_PART  # nothing tells the factors from copies
     assert training.coverage.updates.part == 1
+
+
+def test_experts_that_begin_with_equal_values_are_not_accused() -> None:
+    training = checked("alike-experts")
+    assert answer_of(training) is Answer.RIGHT_IN_PART
+    assert any("start with equal values on several ranks" in one.message for one in training.findings)
 
 
 def test_a_bias_after_a_reduction_may_be_a_copy_that_nobody_reduces() -> None:

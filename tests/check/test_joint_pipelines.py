@@ -40,7 +40,7 @@ def checked(plumbline: Any, *scene: str, ranks: int = 0) -> CheckedTraining:
 
 
 @pytest.mark.parametrize(
-    "scene", [*SCHEDULES, "in-parts", "replicas", "tied", "freed", "sent-in-float32", "sent-in-bfloat16"]
+    "scene", [*SCHEDULES, "in-parts", "replicas", "tied", "equal", "freed", "sent-in-float32", "sent-in-bfloat16"]
 )
 def test_all_of_a_right_pipeline_is_judged(plumbline: Any, scene: str) -> None:
     kind = getattr(joint_pipelines.pipelining, f"Schedule{scene}", None)
@@ -54,6 +54,13 @@ def test_all_of_a_right_pipeline_is_judged(plumbline: Any, scene: str) -> None:
 def test_stages_that_begin_alike_are_not_accused(plumbline: Any, scene: tuple[str, ...]) -> None:
     training = checked(plumbline, *scene)
     assert not [one for one in training.findings if one.outcome.is_bad]
+
+
+def test_weights_of_different_stages_that_begin_equal_may_be_tied(plumbline: Any) -> None:
+    training = checked(plumbline, "equal", "tied-not-added")
+    notes = [one.message for one in training.findings if "For one tied weight, add up the gradients" in one.message]
+    assert len(notes) == 1
+    assert "embedding.weight on rank 0 and head.weight on rank 1" in notes[0]
 
 
 def test_stages_that_send_in_their_forward_are_judged_in_full(plumbline: Any) -> None:

@@ -38,7 +38,7 @@ class Derivative:
     def __init__(self, seed: int, gradients: list[float], errors: list[float], left: float = 0.0) -> None:
         self._seed, self._gradients, self._errors, self._left = seed, gradients, errors, left
         self.groups = [Group((f"w{index}", (4,), 1), (((0, index),),), 1.0) for index in range(len(gradients))]
-        fact = {"copies": 1, "ranks": [0], "tied": False, "stage": ""}
+        fact = {"copies": 1, "ranks": [0], "tied": False, "stage": "", "constant": False}
         self.every = [[{**fact, "name": one.name, "recorded": [one.name]} for one in self.groups]]
         self.squares: dict[Any, float] = {}
         self.directions = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -120,3 +121,9 @@ def _roots(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor]:
     given = args[0] if args else kwargs.get("tensors", ())
     given = given if isinstance(given, (tuple, list)) else (given,)
     return [one for one in given if isinstance(one, Tensor)]
+
+
+def is_number(root: Tensor) -> bool:
+    """Return whether a tensor was computed as a single number, and not only replaced by one to free its memory."""
+    known = getattr(root.grad_fn, "_input_metadata", ())
+    return root.numel() == 1 and (not known or math.prod(known[root.output_nr].shape) == 1)

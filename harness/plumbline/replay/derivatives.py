@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from plumbline.recording.sharding import local
 from plumbline.replay.applied_functions import functions_applied
 from plumbline.replay.collectives import collectives
 from plumbline.replay.function_derivatives import LARGEST, AppliedFunction, Terms, exchange_terms
 from plumbline.replay.memory import address_of
 from plumbline.replay.nested import map_tensors, tensors_in
 from plumbline.replay.own_numbers import normal_like
+from plumbline.replay.unsharding import is_distributed
 
 
 class OwnDerivativeError(Exception):
@@ -131,9 +133,37 @@ class Constants:
         return result
 
     def computed(self, func: Any, arguments: Any, result: Any) -> None:
-        """Follow an operator that does not communicate."""
-        if self.is_recorded and not self.inside_function:
+        """Follow an operator that does not communicate, and keep what autograd counts as constant in its result."""
+        if self.inside_function:
+            return
+        if self.is_recorded:
             self._received.computed(func, arguments, result)
+        if _quantizes(func) and any(one.requires_grad for one in tensors_in(arguments)):
+            raise OwnDerivativeError("the forward quantizes numbers, whose gradient is not the derivative of rounding")
+        if func is torch.ops.aten.embedding.default:
+            self._keep_padding(*arguments[0], result=result, **arguments[1])
+
+    def _keep_padding(
+        self,
+        weight: Tensor,
+        indices: Tensor,
+        padding_idx: int = -1,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        *,
+        result: Tensor,
+    ) -> None:
+        """Replace the rows of an embedding at ``padding_idx`` by the recorded ones: they have no gradient."""
+        if not weight.requires_grad:
+            return
+        if scale_grad_by_freq:
+            raise OwnDerivativeError("an embedding scales its gradient by the frequency of tokens")
+        if padding_idx < 0 or not bool((is_padding := local(indices) == padding_idx).any()):
+            return
+        if is_distributed(weight):
+            raise OwnDerivativeError("an embedding has rows without a gradient (padding_idx), and is a DTensor")
+        with torch.no_grad():
+            result[is_padding] = self._constant(result[is_padding])
 
     @property
     def is_recorded(self) -> bool:
@@ -183,6 +213,12 @@ class Constants:
         if recorded.shape != value.shape or recorded.dtype != value.dtype:
             raise OwnDerivativeError("the forward takes a different branch when weights change slightly")
         return value if is_derived else recorded
+
+
+@cache
+def _quantizes(func: Any) -> bool:
+    """Return whether an operator simulates quantization. Its gradient passes through the rounding."""
+    return isinstance(func, torch._ops.OpOverload) and "fake_quant" in func._schema.name
 
 
 @cache

@@ -102,7 +102,10 @@ class Rounding:
         self._generator = torch.Generator().manual_seed(seed)
 
     def of(self, result: Any) -> Any:
-        """Add an error to each entry of the floating-point tensors in a result, in place; return the result."""
+        """Add an error to each entry of the floating-point tensors in a result, in place; return the result.
+
+        Whole numbers are exact: they may be positions or counts, which change meaning when they become a bit smaller.
+        """
         if isinstance(result, (list, tuple)):
             return type(result)(self.of(one) for one in result)
         if not isinstance(result, Tensor) or not result.is_floating_point() or _is_fake(result):
@@ -110,7 +113,7 @@ class Rounding:
         own = local(result)
         errors = torch.randn(own.shape, generator=self._generator, dtype=own.dtype).to(own.device) * self._unit
         with torch.no_grad():
-            own.mul_(1 + errors)
+            own.mul_(1 + errors.masked_fill_(own == own.round(), 0.0))
         return result
 
 

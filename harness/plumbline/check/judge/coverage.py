@@ -130,18 +130,20 @@ def coverage_of(training: RecordedTraining, findings: Iterable[Finding] = ()) ->
         gradients = no_answer | {key: why for key, why in gradients.items() if key in entries}
     replays = _replays_left_out(training)
     joint = JointTruth(training)
-    if joint.compared:
+    has_failed = any(one.outcome is Outcome.FAILED for one in answered)
+    are_known_by_replays = has_failed and bool(joint.compared) and joint.judge().outcome is not Outcome.FAILED
+    if joint.compared and not are_known_by_replays:
         left_out = dict(_not_compared_jointly(training, joint))
         known = {key: why for key, why in replays.items() if why == OUTSIDE} | gradients
         gradients = no_answer | {key: _reason(key, why, known) for key, why in left_out.items()}
         replays = {key: why for key, why in replays.items() if key in left_out}
-    elif joint.obstacle:
+    elif joint.obstacle and not joint.compared:
         gradients = dict.fromkeys(replays, f"{ONLY_REDUCED}: {joint.obstacle}") | gradients
     return Coverage(
         _share(entries, gradients | never),
         _share(entries, _updates_left_out(training, entries) | never),
         _share(entries, replays | never),
-        bool(joint.compared),
+        bool(joint.compared) and not are_known_by_replays,
     )
 
 

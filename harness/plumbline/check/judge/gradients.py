@@ -139,6 +139,14 @@ def _compared(training: RecordedTraining) -> Iterator[Finding]:
                 "the gradients differ between these ranks. That is right for shards. For replicas, sum the gradients "
                 "over these ranks: each rank has only the part of its own tokens or inputs.",
             )
+        if joint.perhaps_tied and finding.outcome is Outcome.PASSED and not by_replay:
+            (name, rank), (other, other_rank) = joint.perhaps_tied[0]
+            yield headline_note(
+                CHECK,
+                f"{name} on rank {rank} and {other} on rank {other_rank} start with equal values in different pipeline "
+                "stages, but get different gradients. That is right for separate parameters. For one tied weight, add "
+                "up the gradients of both before each step.",
+            )
         return
     if truth.cases and REDUCED_IN_STEP in truth.gradients.unjudged:
         yield not_judged(CHECK, _of_optimizers(truth.gradients.unjudged[REDUCED_IN_STEP]) + REDUCED_IN_STEP)
@@ -175,8 +183,8 @@ def _replays_decide(joint: JointTruth, truth: ReplayTruth, finding: Finding) -> 
 
     The joint forward leaves a failure open if it names the cause by elimination only. If it finds nothing wrong, it
     leaves open whether parameters that may be replicas are averaged as replicas. The replays then count only if the
-    joint forward judged a sum over ranks, or judged none of the parameters that the replays call wrong. If it found
-    some parameters wrong, the replays never count against parameters that it found right.
+    joint forward judged a sum over ranks, or judged none of the parameters that the replays call wrong, and these
+    cannot be parts. If it found some parameters wrong, the replays never count against parameters that it found right.
     """
     has_failed = finding.outcome is Outcome.FAILED
     if not (finding.cause in BY_ELIMINATION if has_failed else joint.may_be_replicas):
@@ -186,10 +194,13 @@ def _replays_decide(joint: JointTruth, truth: ReplayTruth, finding: Finding) -> 
         return None
     if known.cause == "not-synchronised" and joint.is_of_one_loss and _is_tensor_parallel(joint.training):
         return None  # there is nothing to average over ranks that compute one loss from parts of the same layers
+    wrong = list(_wrong_parameters(truth))
     if has_failed:
-        counts = not joint.has_found_right(_wrong_parameters(truth))
+        counts = not joint.has_found_right(wrong)
+    elif joint.is_sum:
+        counts = known.cause != "summed-over-ranks"  # whether a sum is right depends on the losses
     else:
-        counts = joint.is_sum or not joint.has_judged(_wrong_parameters(truth))
+        counts = not joint.has_judged(wrong) and not joint.may_be_parts(wrong)
     return known if counts else None
 
 

@@ -52,8 +52,8 @@ def without_loss_scale(found: Facts, scale: float) -> Facts:
 def scaled_by_mistake(steps: Sequence[RecordedStep]) -> Mapping[int, Facts]:
     """Return, by step number, what is wrong in steps whose common factor does not come from clipping.
 
-    Clipped gradients are shorter than right ones, and have the trainer's limit as norm, or the same norm at several
-    steps.
+    Clipped gradients have the trainer's limit as norm, however often they counted before, or are shorter than right
+    ones and have the same norm at several steps.
     """
     scaled = _scaled_steps(steps)
     shorter = [one for one in scaled.values() if one.factor < 1 - SAME_LENGTH]
@@ -62,7 +62,7 @@ def scaled_by_mistake(steps: Sequence[RecordedStep]) -> Mapping[int, Facts]:
         and any(are_one([one.norms[place] for one in shorter]) for place in (0, 1))
         and not are_one([one.factor for one in shorter])  # the same factor at every step is not clipping
     )
-    clipped = {number for number, one in scaled.items() if one.factor < 1 and (one.is_at_the_limit or are_clipped)}
+    clipped = {number for number, one in scaled.items() if one.is_at_the_limit or (one.factor < 1 and are_clipped)}
     return {
         step.number: step.facts[OBSERVER]["scaled"]["wrong"]
         for step in steps

@@ -45,6 +45,8 @@ _SCALED = ", up to one common factor, which clipping explains"
 
 _BY_HAND = "; the script multiplies gradients by a factor, as its loss requires"
 
+_AS_REQUIRED = "; together with the factor in all gradients, the weights of the ranks' losses add up to 1"
+
 _CLIPPED = "; the script clips them with its own code"
 
 _IN_PLACE = "; in-place collectives in the forward count as constants, because autograd does not see them"
@@ -60,8 +62,9 @@ class JointTruth(Truth[JointGradient]):
         found = [(step.number, step.facts.get(OBSERVER)) for step in first.steps]
         self.compared = [(number, one) for number, one in found if one and "judged" in one]
         wrong = {number for number, one in self.compared if one["wrong"]}
-        scaled = scaled_by_mistake(first.steps)
-        self.scaled = {number: one for number, one in scaled.items() if number not in wrong}
+        scaled = {number: one for number, one in scaled_by_mistake(first.steps).items() if number not in wrong}
+        self.multiplied = {number: self._weight(number) for number in scaled}
+        self.scaled = {number: one for number, one in scaled.items() if not _is_one(self.multiplied[number])}
         self.is_sum = any(one["is_sum"] for _, one in self.compared)
         self.is_by_hand = any("by_hand" in one for _, one in self.compared)
         self.is_of_one_loss = all(one["one_loss"] for _, one in self.compared)
@@ -118,6 +121,14 @@ class JointTruth(Truth[JointGradient]):
         """Return whether any of the parameters, by name and rank, was compared with the joint forward."""
         return any(one in self.judged for one in parameters)
 
+    def may_be_parts(self, parameters: Iterable[tuple[str, int]]) -> bool:
+        """Return whether each of these parameters may be a part, as an expert, next to copies in other modules.
+
+        A module holds either parts or copies. If nothing was compared for certain, the model has no known copies.
+        """
+        modules = {(name.rpartition(".")[0], rank) for name, rank in self.judged}
+        return bool(modules) and not any((name.rpartition(".")[0], rank) in modules for name, rank in parameters)
+
     def has_found_right(self, parameters: Iterable[tuple[str, int]]) -> bool:
         """Return whether any of the parameters was compared with the joint forward and was not found wrong."""
         wrong = {(one["name"], rank) for _, found in self.compared for one in found["wrong"] for rank in one["ranks"]}
@@ -129,6 +140,11 @@ class JointTruth(Truth[JointGradient]):
     def unsearched(self) -> frozenset[tuple[str, int]]:
         """Parameters that the search for wrong ones did not reach."""
         return self._members("unsearched") - self.judged
+
+    @cached_property
+    def perhaps_tied(self) -> Sequence[Sequence[tuple[str, int]]]:
+        """Pairs of parameters, by name and rank, that began equal in different pipeline stages and train apart."""
+        return [pair for _, found in self.compared[:1] for pair in found["perhaps_tied"]]
 
     def _members(self, kind: str) -> frozenset[tuple[str, int]]:
         return frozenset((name, rank) for _, found in self.compared for name, ranks in found[kind] for rank in ranks)
@@ -161,7 +177,9 @@ class JointTruth(Truth[JointGradient]):
                 told += "; gradients are those of the sum of the ranks' losses, not of the mean"
             if self.is_by_hand:
                 told += _CLIPPED if self._is_clipped_by_hand else _BY_HAND
-            told += _SCALED if any("scaled" in found for _, found in self.compared) else ""
+            scaled = [number for number, found in self.compared if "scaled" in found]
+            told += _SCALED if any(number not in self.multiplied for number in scaled) else ""
+            told += _AS_REQUIRED if self.multiplied else ""
             told += _IN_PLACE if any(found["in_place"] for _, found in self.compared) else ""
             return Finding(CHECK, Outcome.PASSED, told, error_x_noise=max(noise, default=None), limit_x_noise=limit)
         worst = wrong[0]
@@ -238,18 +256,26 @@ class JointTruth(Truth[JointGradient]):
             return None
         if self._is_clipped_by_hand:
             return None
-        together = {steps[0].number: steps for steps in steps_together(self.training.ranks)}
-        weights = []
-        for number, found in self.compared:
-            objective = objective_of_losses(together[number]) if number in together else None
-            if objective is not None:
-                of_all = objective.of_losses * len(objective.ranks)
-                weights.append(found.get("by_hand", 1.0) * of_all / found["divided_by"])
+        weights = [weight for number, _ in self.compared if (weight := self._weight(number)) is not None]
         if len(weights) < len(self.compared):
             weights = []
-        if weights and all(abs(weight - 1) <= NEAR for weight in weights):
+        if weights and all(map(_is_one, weights)):
             return None
         return not_judged(CHECK, multiplied(weights), self.compared[0][0])
+
+    def _weight(self, number: int) -> float | None:
+        """Return the sum of the weights of all losses in the gradients of a step, None if unknown.
+
+        Gradients may have a common factor.
+        """
+        found = next(one for index, one in self.compared if index == number)
+        steps = next((steps for steps in steps_together(self.training.ranks) if steps[0].number == number), None)
+        objective = None if steps is None else objective_of_losses(steps)
+        if objective is None:
+            return None
+        factor: float = found["scaled"]["factor"] if "scaled" in found else found.get("by_hand", 1.0)
+        sums = objective.of_losses * len(objective.ranks)
+        return factor * sums / float(found["divided_by"])
 
     @property
     def _is_clipped_by_hand(self) -> bool:
@@ -282,7 +308,7 @@ class JointTruth(Truth[JointGradient]):
         (name, rank), (other, other_rank) = pair
         return failed_with_hint(
             CHECK,
-            f"{name} on rank {rank} and {other} on rank {other_rank} were one parameter when the model was built, but "
+            f"{name} on rank {rank} and {other} on rank {other_rank} are copies of one tied weight, but "
             "each stage updates its copy with its own part of the gradient",
             "all-reduce the gradient of a tied weight over the stages that hold it, before each step",
             cause="tied-gradients-not-added",
@@ -328,6 +354,10 @@ class JointTruth(Truth[JointGradient]):
             return finding
         why = "the script changes gradients with its own code, and the result matches no known mistake"
         return not_judged(CHECK, why, finding.step)
+
+
+def _is_one(weight: float | None) -> bool:
+    return weight is not None and abs(weight - 1) <= NEAR
 
 
 def _passes(found: Facts) -> Iterator[Sequence[float]]:

@@ -58,8 +58,11 @@ def judge_objective(training: RecordedTraining) -> Iterator[Finding]:
         yield Finding(CHECK, Outcome.SKIPPED, why)
         return
     averaged = rank_layout(training).is_data_parallel
-    # If gradients are not known to be averaged, each rank has its own objective. Report the first rank's.
-    ranks = training.ranks if averaged else training.ranks[:1]
+    # If gradients are not known to be averaged, each rank has its own objective. Report the first one.
+    is_own = not averaged and training.world_size > 1
+    ranks: Sequence[RecordedRank] = training.ranks
+    if is_own:  # some stages of a pipeline have no loss
+        ranks = [next((one for one in ranks if any(map(_noted, passes_of(one)))), ranks[0])]
     objectives = list(step_objectives(ranks))
     if objectives and (wrong := divided_wrongly(objectives)) is not None:
         yield wrong
@@ -68,7 +71,7 @@ def judge_objective(training: RecordedTraining) -> Iterator[Finding]:
         yield summed
     added = _added_terms(ranks)
     if objectives:
-        yield information(CHECK, _optimised(_without_clipping(objectives)))
+        yield information(CHECK, _optimised(_without_clipping(objectives), ranks[0].rank if is_own else None))
     if (short := _short_windows(objectives)) is not None:
         yield short
     if added is not None:
@@ -158,23 +161,26 @@ def _tokens(ranks: Sequence[RecordedRank]) -> str:
     )
 
 
-def _optimised(objectives: Sequence[StepObjective]) -> str:
+def _optimised(objectives: Sequence[StepObjective], rank: int | None) -> str:
+    """Return a sentence on the loss of all ranks, or of one if it is not known how much that counts in the sum."""
+    loss, its = ("The loss", "all") if rank is None else (f"Rank {rank}'s own loss", "its")
+    objectives = objectives if rank is None else [replace(one, factor=1.0) for one in objectives]
     worst = max(objectives, key=lambda one: spread(one.rates))
     function, terms = worst.shares[0].function, _from_to(amount, [one.terms for one in objectives])
     is_multiplied = any(abs(one.factor - 1) > NEAR for one in objectives)  # by the script, after the backward passes
     if worst.is_even and not is_multiplied and all(equals(rate, 1.0) for one in objectives for rate in one.rates):
-        return f"The loss is the sum over all {terms} terms of {function}."
+        return f"{loss} is the sum over {its} {terms} terms of {function}."
     times = _times([one.total for one in objectives])
     if worst.is_even:
-        return f"The loss is {times}the mean over all {terms} terms of {function}."
+        return f"{loss} is {times}the mean over {its} {terms} terms of {function}."
     terms = amount(worst.terms)
     if worst.gap is None:
         gap, apart = "The difference between its gradient and that of", "is not known"
     else:
         gap, apart = "Its gradient differs from that of", f"by {in_words(worst.gap, 'share')}"
     return (
-        f"The loss is {times}a weighted mean of {function}{_over(worst)}{_ratio(worst)}. {gap} the mean "
-        f"over all {terms} terms {apart}."
+        f"{loss} is {times}a weighted mean of {function}{_over(worst)}{_ratio(worst)}. {gap} the mean "
+        f"over {its} {terms} terms {apart}."
     )
 
 

@@ -16,8 +16,10 @@ from torch import Tensor
 from plumbline.check.rank.joint.copies_and_parts import (
     Beginnings,
     Group,
+    Key,
     Kind,
     have_one_gradient,
+    perhaps_tied,
     replicas_of_stages,
     tied_apart,
 )
@@ -274,11 +276,12 @@ class GradientSearch:
         own = [] if found["wrong"] else self._not_averaged(doubtful)
         found["own"] = self._named(own)
         self._derivative.factor = reading.factor, reading.factor_error
-        found["tied_apart"] = [
-            [[self._every[rank][number]["name"], rank] for rank, number in pair]
-            for pair in tied_apart(self._every, self._groups, self._derivative.unit)
-        ]
+        found["tied_apart"] = self._pairs(tied_apart(self._every, self._groups, self._derivative.unit))
+        found["perhaps_tied"] = self._pairs(perhaps_tied(self._every, self._groups, self._derivative.unit))
         return found
+
+    def _pairs(self, pairs: Iterable[Sequence[Key]]) -> list[list[list[object]]]:
+        return [[[self._every[rank][number]["name"], rank] for rank, number in pair] for pair in pairs]
 
     def _leaves_out(self, reading: Reading, difference: Difference) -> bool:
         """Return whether gradients would differ if values received from other ranks were not constants."""

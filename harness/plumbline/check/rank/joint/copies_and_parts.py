@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 from plumbline.recording.observer import Facts
 
@@ -188,17 +189,37 @@ def tied_apart(held: Sequence[Sequence[Facts]], groups: Sequence[Group], unit: f
     Their values are still equal.
     """
     tied = [one for one in groups if all(held[rank][number]["tied"] for rank, number in one.keys)]
-    found = []
-    for index, one in enumerate(tied):
-        for other in tied[index + 1 :]:
-            ours, theirs = one.instances[0], other.instances[0]
-            stages = {held[rank][number]["stage"] for (rank, number) in (ours[0], theirs[0])}
-            if one.kind[1:] != other.kind[1:] or len(stages) == 1:
-                continue
-            equal = [_same(held, ours, theirs, (what,), largest_rounding(unit)) for what in ("weights", "gradient")]
-            if equal == [True, False]:
-                found.append([ours[0], theirs[0]])
-    return found
+    return list(_alike_in_stages(held, tied, unit))
+
+
+def perhaps_tied(held: Sequence[Sequence[Facts]], groups: Sequence[Group], unit: float) -> list[list[Key]]:
+    """Return pairs of parameters of different names that look tied, but get different gradients in their stages.
+
+    Stages that are built with the same seed also have equal parameters, at the same positions.
+    """
+    random = [[number for number, one in enumerate(own) if not one["constant"]] for own in held]
+    names = {key: held[key[0]][key[1]]["name"] for one in groups for key in one.keys}
+    return [
+        [(rank, number), (other_rank, other)]
+        for (rank, number), (other_rank, other) in _alike_in_stages(held, groups, unit)
+        if number in random[rank]
+        and other in random[other_rank]
+        and names[rank, number] != names[other_rank, other]
+        and random[rank].index(number) != random[other_rank].index(other)
+        and not (held[rank][number]["tied"] and held[other_rank][other]["tied"])
+    ]
+
+
+def _alike_in_stages(held: Sequence[Sequence[Facts]], groups: Sequence[Group], unit: float) -> Iterator[list[Key]]:
+    """Yield pairs of parameters that have equal values and different gradients, each in its own stage."""
+    for one, other in combinations(groups, 2):
+        ours, theirs = one.instances[0], other.instances[0]
+        stages = {held[rank][number]["stage"] for (rank, number) in (ours[0], theirs[0])}
+        if one.kind[1:] != other.kind[1:] or len(stages) == 1:
+            continue
+        equal = [_same(held, ours, theirs, (what,), largest_rounding(unit)) for what in ("weights", "gradient")]
+        if equal == [True, False]:
+            yield [ours[0], theirs[0]]
 
 
 _ENDS = ("receives activations", " sends activations")

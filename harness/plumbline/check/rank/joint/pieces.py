@@ -50,7 +50,7 @@ class JointPieces(JointParameter):
 
     def own_part(self, along: Tensor) -> Tensor:
         """Return a direction with zeros outside of this rank's pieces."""
-        own = torch.zeros(self.parameter.numel(), dtype=along.dtype, device=along.device)
+        own = torch.zeros(self.shape.numel(), dtype=along.dtype, device=along.device)
         for piece, _ in self._pieces:
             own[piece.start : piece.start + piece.length] = 1
         return along * own.view(along.shape)
@@ -59,11 +59,11 @@ class JointPieces(JointParameter):
         if not self._pieces:
             return None
         dtype = torch.complex128 if self.parameter.is_complex() else torch.float64
-        joined = torch.zeros(self.parameter.numel(), dtype=dtype, device=self.parameter.device)
+        joined = torch.zeros(self.shape.numel(), dtype=dtype, device=self.parameter.device)
         for (piece, _), factor in zip(self._pieces, factors, strict=True):
             if piece.master.grad is not None:
                 joined[piece.start : piece.start + piece.length] = piece.of(piece.master.grad.detach()) / factor
-        return as_real(joined.view(self.parameter.shape))
+        return as_real(joined.view(self.shape))
 
     def described(self, gradient: Tensor | None) -> Facts:
         """Return this rank's description of the parameter, and where its pieces lie."""

@@ -23,6 +23,7 @@ from plumbline.check.rank.local_gradients import ArrivedGradients
 from plumbline.check.rank.master_layout import MasterLayouts
 from plumbline.check.rank.store_exchange import AbsentRankError, Exchange
 from plumbline.check.rank.unclipped import UnclippedGradients
+from plumbline.recording.backward_passes import is_number
 from plumbline.recording.flat_sharding import part_of
 from plumbline.recording.grad_scaler import scale_left
 from plumbline.recording.observer import Facts, Observer
@@ -84,7 +85,7 @@ class JointSteps(Observer):
 
     def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
         """Note whether the pass begins at a loss, or at activations whose gradient comes from another rank."""
-        ends_in_loss = all(map(_is_number, roots))
+        ends_in_loss = all(map(is_number, roots))
         self._losses[number] = math.fsum(float(root.detach()) for root in roots) if ends_in_loss else None
         if ends_in_loss and all(map(_may_be_left_behind, roots)):
             self._left_behind.add(number)
@@ -189,12 +190,6 @@ class JointSteps(Observer):
             return f"{number}"
         before = "receives activations" if user.call.receives_activations else ""
         return before if all(ends_in_loss[one] for one in user.cotangents) else f"{before} sends activations"
-
-
-def _is_number(root: Tensor) -> bool:
-    """Return whether a tensor was computed as a single number, and not only replaced by one to free its memory."""
-    known = getattr(root.grad_fn, "_input_metadata", ())
-    return root.numel() == 1 and (not known or math.prod(known[root.output_nr].shape) == 1)
 
 
 def _may_be_left_behind(root: Tensor) -> bool:

@@ -12,13 +12,15 @@ from torch import Tensor, nn
 
 from plumbline.check.evidence.training import as_real, segment
 from plumbline.check.rank.memory_needed import is_free
+from plumbline.recording.master_weights import shape_of
 from plumbline.recording.observer import Facts
 from plumbline.recording.sharding import arrival_leaves, distributed, laid_out_as, local, whole
+from plumbline.recording.zero3 import gathered, is_run
 from plumbline.replay.memory import address_of
 from plumbline.replay.own_numbers import normal
 from plumbline.replay.parameter_copies import ParameterCopies
 from plumbline.replay.precision import ReplayPrecision
-from plumbline.replay.unsharding import is_distributed
+from plumbline.replay.unsharding import is_distributed, is_gathered
 
 _KEPT = 5
 """Number of float64 copies of a rank's parameters: weights, weights before moving, a direction, and two gradients."""
@@ -49,8 +51,14 @@ class JointParameter:
         self.parameter = parameter
         self._scaled, self._clipped = scaled, clipped
         self._is_gathered = leaf is not None
+        self._run: Tensor | None = None
         laid_out: Any = parameter if leaf is None else leaf
         self._layout = (laid_out.device_mesh, laid_out.placements) if is_distributed(laid_out) else None
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the parameter, also if ZeRO 3 has released its values."""
+        return shape_of(self.parameter)
 
     @property
     def ranks(self) -> list[int]:
@@ -67,8 +75,15 @@ class JointParameter:
 
     def values(self) -> Tensor:
         """Return the values with which the module computes. All ranks that hold them must call this."""
-        values = self.parameter.detach()
+        values = self._values()
         return self._laid_out(whole(values)) if self._is_gathered else values
+
+    def _values(self) -> Tensor:
+        if not is_run(self.parameter):
+            return self.parameter.detach()
+        if self._run is None:
+            self._run = gathered(self.parameter)
+        return self._run
 
     def gradient(self) -> Tensor | None:
         """Return this rank's part of the gradient in float64, before scaling and clipping; None without one.
@@ -99,12 +114,12 @@ class JointParameter:
         entries are equal. ``copies``: how many of the ranks that hold the parameter together hold the same part.
         ``complete``: the gradient is complete.
         """
-        values = as_real(local(self.parameter.detach()))
+        values = as_real(local(self._values()))
         size = float(values.double().square().mean().sqrt()) if values.numel() else 0.0
         return {
             "name": self.name,
             "recorded": [self.name],
-            "shape": list(self.parameter.shape),
+            "shape": list(self.shape),
             "ranks": self.ranks,
             "size": size if math.isfinite(size) else 0.0,
             "stage": self.stage,
@@ -121,7 +136,7 @@ class JointParameter:
         """Return this rank's part of a direction with normal entries times ``size``, as real numbers."""
         digest = hashlib.blake2b(seed.encode(), digest_size=7).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
-        shape = (*self.parameter.shape, 2) if self.parameter.is_complex() else tuple(self.parameter.shape)
+        shape = (*self.shape, 2) if self.parameter.is_complex() else tuple(self.shape)
         along = normal(shape, generator) * size
         return local(self._laid_out(along.to(self.parameter.device)))
 
@@ -164,7 +179,7 @@ class JointWeights(ParameterCopies):
         if id(parameter) not in self._copies:
             one = self._parameters.get(id(parameter)) or self._frozen(parameter)
             leaf = nn.Parameter(self._copy(one.values(), dtype), requires_grad=False)
-            if not is_distributed(parameter):
+            if not is_gathered(parameter):
                 vars(leaf).update(vars(parameter))
             self._copies[id(parameter)] = parameter, leaf
         leaf = self._copies[id(parameter)][1]
@@ -194,9 +209,9 @@ def has_memory_for(held: Sequence[JointParameter]) -> bool:
     """Return whether this rank has memory for the joint forward's copies of parameters, and to gather each."""
     if not held:
         return True
-    parameters = [one.parameter for one in held]
-    kept = sum(local(one).numel() for one in parameters)
-    return is_free(8 * (_KEPT * kept + 2 * max(one.numel() for one in parameters)), parameters[0].device)
+    sizes = [one.shape.numel() if is_run(one.parameter) else local(one.parameter).numel() for one in held]
+    largest = max(one.shape.numel() for one in held)
+    return is_free(8 * (_KEPT * sum(sizes) + 2 * largest), held[0].parameter.device)
 
 
 def leaves_of(roots: Iterable[nn.Module]) -> dict[int, Tensor]:

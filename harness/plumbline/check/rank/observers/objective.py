@@ -17,6 +17,7 @@ from plumbline.check.rank.observers.loss_terms import LossTerms, hides_a_mask, r
 from plumbline.check.rank.observers.loss_weight import mean_weights
 from plumbline.check.rank.observers.row_hashes import digest, row_hashes
 from plumbline.check.rank.observers.unused_losses import held_losses
+from plumbline.recording.backward_passes import is_number
 from plumbline.recording.observer import Observer
 from plumbline.recording.patching import attempt, wrap
 from plumbline.recording.pause import is_paused
@@ -99,7 +100,7 @@ class ObjectiveObserver(Observer):
 
     def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
         """Read the loss terms and the weights of means from the graph while it exists."""
-        if len(roots) == 1:
+        if len(roots) == 1 and is_number(roots[0]):
             self._root = roots[0].grad_fn
             self._means = attempt(mean_weights, self._root)
             calls = {id(one.node): one.call.function for one in self._calls}

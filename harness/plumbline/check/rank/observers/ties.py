@@ -64,9 +64,12 @@ class TieObserver(Observer):
         wrap(torch.utils, "swap_tensors", self._around_swap)
 
     def is_tied(self, parameter: Tensor) -> bool:
-        """Return whether a model held a parameter, or the one that it is a copy of, in several places."""
+        """Return whether a model held a parameter, or the one that it is a copy of, in several places.
+
+        Megatron marks those that several pipeline stages hold.
+        """
         known = self._tied.get(id(parameter))
-        return known is not None and known() is parameter
+        return (known is not None and known() is parameter) or getattr(parameter, "shared_embedding", False) is True
 
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         add_root(self._roots, module)
