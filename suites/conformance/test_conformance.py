@@ -16,4 +16,4 @@ if TYPE_CHECKING:
 
 
 def test_cell(plumbline_cell: ConformanceCase) -> None:
-    plumbline_cell.examine()
+    plumbline_cell.run()

@@ -252,7 +252,7 @@ def test_a_pod_examines_what_is_left_of_the_task_at_its_index(submission, monkey
         made.select(task, own)
     shutil.copytree(example, made.part(1) / "20261123T014100Z-00000000")
     examined = []
-    monkeypatch.setattr(pod, "examine", lambda submission, task, cells: examined.append((task, cells)) or 0)
+    monkeypatch.setattr(pod, "run_cells", lambda submission, task, cells: examined.append((task, cells)) or 0)
     monkeypatch.setattr(pod.signal, "signal", lambda *handler: None)
     monkeypatch.setenv("JOB_COMPLETION_INDEX", index)
     assert pod.main([str(made.run), "0", "1"]) == 0

@@ -45,14 +45,14 @@ class ConformanceCase:
         self._profile: str | None = None
         self._measurements: Sequence[Measurement] = ()
 
-    def examine(self) -> None:
+    def run(self) -> None:
         cell = self._planned.cell
         recorded = self._session.run_on_disk.known(cell)
         if recorded is None and (reason := self._session.timeouts.reason(cell.subject)):
             pytest.skip(reason)  # without a record, so that the run can be resumed
-        self._end(recorded or self._examine(), recorded=recorded is not None)
+        self._end(recorded or self._train(), recorded=recorded is not None)
 
-    def _examine(self) -> Sequence[Result]:
+    def _train(self) -> Sequence[Result]:
         if self._planned.refusal:
             return self.declined()
         try:

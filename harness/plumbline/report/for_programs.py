@@ -30,7 +30,7 @@ Number = XNoise  # a number; infinity is the string ``inf``
 
 
 class ReportedCell(CellRecord):
-    """A cell and the worst of its findings; a check has no outcome ``known``, ``unexpected pass`` or ``missing``."""
+    """A cell and its worst finding. ``known``, ``unexpected pass`` and ``missing`` are outcomes of cells only."""
 
     outcome: Outcome | Literal["known", "unexpected pass", "missing"]
     has_failed: bool
@@ -39,7 +39,7 @@ class ReportedCell(CellRecord):
 
 
 class ReportedFigure(CellRecord):
-    """A figure of a cell: of its speed and memory, or a check's error; ``low`` and ``high`` are its 95 % interval."""
+    """A measured figure of a cell, or the error of a check. ``low`` and ``high`` bound it with 95 % confidence."""
 
     run: Text
     check: Text | None
@@ -55,7 +55,7 @@ class ReportedFigure(CellRecord):
 
 
 class ReportedFailure(BaseModel):
-    """Cells of one subject that went wrong for one reason; the message and the command are those of the first."""
+    """Cells of one subject that are wrong for the same reason. The message and the command are of the first cell."""
 
     subject: Text
     cause: Text
@@ -78,7 +78,7 @@ class ReportedFailure(BaseModel):
 
 
 class ReportedSubject(BaseModel):
-    """What a subject's wrong cells have in common; ``contradicting`` has the cause that each such cell names."""
+    """The common cause of a subject's wrong cells. ``contradicting`` has the cells that name another, with its name."""
 
     subject: Text
     wrong: Count
@@ -105,7 +105,7 @@ class ReportedSubject(BaseModel):
 
 
 class ReportDocument(BaseModel):
-    """What ``plumbline report --format json`` writes. ``support`` has the columns of the support table."""
+    """The document that ``plumbline report --format json`` writes. ``support`` has the support table, by column."""
 
     version: Literal[1] = VERSION
     run: dict[Text, Text]

@@ -115,11 +115,12 @@ class SourceLine(Record):
 
 
 class Expected(Record):
-    """An expectation about a finding, written beforehand: how this trainer ends here, and why.
+    """An expectation that was written before the run: the outcome of a check for this trainer, and the reason.
 
-    ``outcome`` is the expected outcome of the check, ``entry`` the place of the expectation, ``reproduction`` a program
-    that shows the failure without Plumbline, ``measured`` the versions it was measured with. ``library``, with its
-    version, is set if the expectation is about a library that the subject uses. ``source`` is where the entry begins.
+    ``outcome`` is the expected outcome, and ``entry`` names the expectation. ``reproduction`` is a program that shows
+    the failure without Plumbline. ``measured`` are the versions with which it was measured. ``library`` names the
+    library and its version if the expectation is about a library that the subject uses. ``source`` is the line at which
+    the expectation begins.
     """
 
     outcome: Outcome
@@ -133,7 +134,7 @@ class Expected(Record):
 
 
 class ErrorGrid(Record):
-    """Errors × noise, the largest over ranks: a row a parameter or module, a column a step."""
+    """The largest errors over ranks, in multiples of the noise. Rows are parameters or modules, columns are steps."""
 
     parameters: tuple[Text, ...]
     steps: tuple[Count, ...]
@@ -141,7 +142,10 @@ class ErrorGrid(Record):
 
 
 class RankShares(Record):
-    """The weights with which ranks' own gradients add up to what each rank's optimizer got, and the right ones."""
+    """The weight of each rank's own gradient in the gradient that each rank's optimizer received.
+
+    ``right`` has the weights that are right.
+    """
 
     step: Count
     right: tuple[Figure, ...]
@@ -153,15 +157,15 @@ def fields_of(finding: Finding) -> dict[str, Any]:
 
 
 class FindingRecord(Record):
-    """A finding, of a cell or of a user's own training.
+    """A finding about a cell or about a user's own training. Fields that do not apply are None.
 
-    ``step`` counts optimizer steps from 0. ``error_x_noise`` is the error in multiples of what rounding alone explains,
-    ``limit_x_noise`` the largest error of a right trainer, and ``parameters`` has each parameter's error at that step
-    on that rank, in the model's order. ``consequence_of`` is the check whose finding beside it explains this one; runs
-    recorded by older versions have None. ``undeclared`` is what an unsupported cell needs and its subject does not
-    declare: ``backend dp``, ``precision 16``, or capabilities by their names. ``hint`` is what to look at, as in the
-    message; ``cause_x_noise`` how far the evidence is from what the cause predicts. ``error_grid`` and ``rank_shares``
-    are drawn on the page. What does not apply is None.
+    ``step`` counts optimizer steps from 0. ``error_x_noise`` is the error in multiples of the error that rounding alone
+    explains, and ``limit_x_noise`` is the largest error of a right trainer. ``parameters`` has the error of each
+    parameter at that step on that rank, in the model's order. ``consequence_of`` is the check whose finding explains
+    this one; runs recorded by older versions have None. ``undeclared`` lists what an unsupported cell needs and its
+    subject does not declare: ``backend dp``, ``precision 16``, or capabilities by name. ``hint`` says what to look at,
+    as in the message. ``cause_x_noise`` is the distance of the evidence from what the cause predicts. The page draws
+    ``error_grid`` and ``rank_shares``.
     """
 
     check: Text
@@ -184,9 +188,9 @@ class FindingRecord(Record):
 
 
 class Profile(Record):
-    """What the launch of a measured cell left that was profiled apart from the timed ones.
+    """The files of a measured cell's profiled launch, which is not one of the timed launches.
 
-    ``files`` are relative to the run's folder, ``problems`` say what could not be written.
+    ``files`` are relative to the run's folder. ``problems`` say what could not be written.
     """
 
     files: tuple[Text, ...] = ()
@@ -194,12 +198,12 @@ class Profile(Record):
 
 
 class Result(FindingRecord, CellRecord):
-    """One finding about one cell.
+    """One finding about one cell. Fields that do not apply are None.
 
-    ``reproduce`` is a command that runs just this cell. ``seconds`` is the wall time of the cell's launch, the same on
-    each of its findings. ``expected`` is the expectation about it. ``findings`` is how many of them its cell has.
-    ``profile`` is that of a measured cell, if it was asked for; ``not_applicable`` says of metrics, by their names, why
-    a measured cell has none. What does not apply is None.
+    ``reproduce`` is a command that runs only this cell. ``seconds`` is the wall time of the cell's launch, the same for
+    all of its findings, and ``findings`` is their number. ``expected`` is the expectation about this finding.
+    ``profile`` is set for a measured cell if a profile was requested. ``not_applicable`` says, by metric, why a
+    measured cell has no figure.
     """
 
     type: Literal["result"] = "result"
@@ -239,9 +243,9 @@ class Result(FindingRecord, CellRecord):
 
 
 class TimelineChunk(Record):
-    """What a rank computed for one stage and micro-batch, from ``begin`` to ``end`` in seconds of the step.
+    """A rank's computation for one stage and micro-batch, from ``begin`` to ``end`` in seconds of the step.
 
-    ``kind`` is ``forward``, ``backward``, or ``weights``: gradients of weights that are computed apart.
+    ``kind`` is ``forward``, ``backward``, or ``weights`` if the gradients of weights are computed separately.
     """
 
     rank: Count
@@ -255,12 +259,12 @@ class TimelineChunk(Record):
 class Measurement(CellRecord):
     """One figure of one cell, from timed launches.
 
-    ``value`` is the figure in ``unit``; ``better`` says which way is better, None where neither is. ``samples`` has
-    the value of each launch, in order; ``low`` and ``high`` bound the figure with 95 % confidence. A figure that is too
-    uncertain has no ``value``, and ``refusal`` says why. ``rank`` is the rank it is about, None if it is about all.
-    ``quantiles`` are those of single steps, evenly spaced from the minimum to the maximum. ``timeline`` is that of a
-    pipeline's step, beside its bubble. ``formula`` says how a figure is made that depends on the machine or on the
-    cell. ``workload_key`` changes whenever the workload's definition does.
+    ``value`` is the figure in ``unit``. ``better`` says which direction is better, and is None if neither is.
+    ``samples`` has the value of each launch, in order. ``low`` and ``high`` bound the figure with 95 % confidence. A
+    figure that is too uncertain has no ``value``, and ``refusal`` says why. ``rank`` is the measured rank, None for all
+    ranks. ``quantiles`` are evenly spaced quantiles of single steps, from the minimum to the maximum.
+    ``timeline`` shows a pipeline's step, for its bubble. ``formula`` says how the figure is computed if that depends on
+    the machine or on the cell. ``workload_key`` changes whenever the workload's definition changes.
     """
 
     type: Literal["measurement"] = "measurement"

@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     left = cells_left(submission, task)
     if not left:
         return 0
-    return examine(submission, task, left) if alone else _take_part(submission, task, left)
+    return run_cells(submission, task, left) if alone else _take_part(submission, task, left)
 
 
 def cells_left(submission: Submission, task: int) -> list[str]:
@@ -64,8 +64,8 @@ def cells_left(submission: Submission, task: int) -> list[str]:
     return [cell.nodeid for cell in submission.cells if cell.nodeid in wanted and cell.cell not in done]
 
 
-def examine(submission: Submission, task: int, cells: Sequence[str], *launcher: str) -> int:
-    """Run pytest over ``cells`` with a launcher and its options (default: local); return 0 if it examined them."""
+def run_cells(submission: Submission, task: int, cells: Sequence[str], *launcher: str) -> int:
+    """Run pytest over ``cells`` with a launcher and its options (default: local); return 0 if all of them ended."""
     work = submission.work
 
     def here(texts: Sequence[str]) -> tuple[str, ...]:
@@ -102,7 +102,7 @@ def _take_part(submission: Submission, task: int, cells: Sequence[str]) -> int:
         if rank:
             code = agent.wait()
         else:
-            code = examine(submission, task, cells, "torchrun", "--rendezvous", launcher)
+            code = run_cells(submission, task, cells, "torchrun", "--rendezvous", launcher)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 agent.wait(_LEAVE_GRACE_S)
     del meeting

@@ -19,7 +19,7 @@ FILE: Final = Path(__file__).with_name("dry_run.schema.json")
 
 
 class StepCost(BaseModel):
-    """What one step takes on the slowest rank, in seconds: unrecorded, recorded, and to compute its gradients again."""
+    """Seconds that one step takes on the slowest rank: plain, recorded, and to recompute its gradients."""
 
     plain_seconds: float
     recorded_seconds: float
@@ -27,10 +27,11 @@ class StepCost(BaseModel):
 
 
 class TrainingCost(BaseModel):
-    """What all recorded steps of a training will take, and without a check, in seconds; bytes of memory and files.
+    """The estimated cost of recording the steps of a training.
 
-    ``memory_bytes`` are needed on each rank beside ``parameter_bytes`` of parameters; ``evidence_bytes`` are the files
-    of all ranks.
+    ``seconds`` and ``seconds_without_check`` are the times of these steps with and without the check. Each rank needs
+    ``memory_bytes`` of additional memory, and has ``parameter_bytes`` of parameters. The files of all ranks take
+    ``evidence_bytes``.
     """
 
     ranks: Count
@@ -55,9 +56,10 @@ class TrainingCost(BaseModel):
 
 
 class DryRunDocument(BaseModel):
-    """What ``plumbline check --dry-run --json`` writes; a training whose cost could not be measured is not in it.
+    """The document that ``plumbline check --dry-run --json`` writes.
 
-    ``obstacle`` is why no training is in it, null where there is one.
+    ``trainings`` has only trainings whose cost could be measured. If there are none, ``obstacle`` says why, and is null
+    otherwise.
     """
 
     version: Literal[1] = VERSION

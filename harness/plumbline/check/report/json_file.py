@@ -25,7 +25,7 @@ FILE: Final = Path(__file__).with_name("check.schema.json")
 
 
 class CheckFinding(FindingRecord):
-    """The answer to one question. What does not apply is null; ``information``: it is no verdict."""
+    """What one check found. Fields that do not apply are null. If ``information`` is true, it is only a note."""
 
     model_config = ConfigDict(json_schema_serialization_defaults_required=True)
 
@@ -37,7 +37,7 @@ class CheckFinding(FindingRecord):
 
 
 class Uncovered(BaseModel):
-    """Parameters that were not judged, and why; ``entries`` of them."""
+    """Parameters that were not judged, and why. They have ``entries`` entries in total."""
 
     model_config = ConfigDict(from_attributes=True)
 
@@ -47,10 +47,11 @@ class Uncovered(BaseModel):
 
 
 class CheckCoverage(BaseModel):
-    """How many ``parameters`` (entries) there are, and which shares of them were judged.
+    """How much of a training was judged.
 
-    ``compared`` is the share whose gradients were judged, ``updates`` that whose updates were, ``replayed`` that whose
-    gradients were computed again in float64; the lists have what was left out of each, and why.
+    ``parameters`` is the number of trainable entries. The gradients of the share ``compared`` were judged, and the
+    updates of the share ``updates``. The gradients of the share ``replayed`` were recomputed in float64. Each list has
+    the parameters that were left out, and why.
     """
 
     parameters: Count
@@ -126,7 +127,7 @@ class Window(BaseModel):
 
 
 class Script(BaseModel):
-    """How the command ended: its exit code, what ended it, and after how many seconds."""
+    """How the command ended: its exit code, what ended it, and how many seconds it ran."""
 
     exit_code: int | None
     ended_by: EndedBy
@@ -138,10 +139,10 @@ class Script(BaseModel):
 
 
 class CheckDocument(BaseModel):
-    """What ``plumbline check --json`` writes.
+    """The document that ``plumbline check --json`` writes.
 
-    ``next_step``: what to do to have more of it judged, "" where nothing is known or needed. ``settings`` are the
-    options that ``pyproject.toml`` gave.
+    ``next_step`` says what to do so that more can be judged. It is empty if nothing is needed or known. ``settings``
+    are the options from ``pyproject.toml``.
     """
 
     version: Literal[1] = VERSION
