@@ -270,6 +270,24 @@ class Experts(nn.Module):
         return self.last(values + (back * weights.T.unsqueeze(-1)).sum(0))
 
 
+class AddedLoss(torch.autograd.Function):
+    """Adds a loss to the training without changing any values: its backward starts a gradient there."""
+
+    @staticmethod
+    def forward(context: Any, values: Tensor, loss: Tensor) -> Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, torch.tensor(0.1)
+
+
+class BalancedExperts(Experts):
+    def forward(self, values: Tensor) -> Tensor:
+        balance = self.router(values).softmax(-1).mean(0).square().sum()
+        return super().forward(AddedLoss.apply(values, balance))
+
+
 class AlikeExperts(Experts):
     begin_apart = False
 
@@ -501,6 +519,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], None], int]] = 
     "sequence-parallel": (RowsOnAllRanks, _added_up, 0),
     "megatron-bfloat16": (Megatron, _nothing, 0),
     "experts": (Experts, _experts, 1),
+    "balanced-experts": (BalancedExperts, _experts, 1),
     "alike-experts": (AlikeExperts, _experts, 1),
     "padded": (Padded, _nothing, 0),
     "quantized-by-torch": (Quantized, _nothing, 0),

@@ -19,6 +19,7 @@ RIGHT = (
     "megatron", "megatron-bfloat16", "experts", "variance", "similarity", "ring", "tensor-parallel",
     "sharded-tensor-parallel", "pipeline-by-hand", "pipeline-of-torch", "pipeline-with-buffers", "gathered-head",
     "sharded-gathered-head", "sequence-parallel", "gathered-columns", "padded", "summed-ring",
+    "balanced-experts",
 )  # fmt: skip
 
 WRONG = {
@@ -29,6 +30,7 @@ WRONG = {
     ("tensor-parallel", "gradients-not-zeroed"): "previous-step-not-zeroed",
     ("experts", "experts-not-divided"): "some-tensors-summed",
     ("experts", "router-not-reduced"): "some-parameters-not-synchronised",
+    ("balanced-experts", "router-not-reduced"): "some-parameters-not-synchronised",
     ("experts", "experts-averaged"): "blocks-averaged-with-each-other",
     ("variance", "gathered-gradient-not-reduced"): "exchanged-otherwise",
     ("experts", "exchanged-without-gradient"): "backward-wrong",

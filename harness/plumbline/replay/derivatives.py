@@ -6,7 +6,7 @@ forward, and reused in the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import cache
@@ -95,10 +95,17 @@ class Constants:
     collective changes a tensor that has a gradient; ``in_place`` says how to treat the change. ``receives``: an
     argument of an operator is the result, without a gradient, of a collective. If ``derives`` is set, such arguments
     are not replaced, because they depend on the tensors of all ranks.
+
+    A custom function may add gradients of its own to its inputs, as for an auxiliary loss. ``added_gradients`` has
+    them by the function's number, ``added`` the sum of their products with the inputs in the last forward, and
+    ``added_size`` a bound of it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, added_gradients: dict[int, Sequence[Tensor | None]] | None = None) -> None:
         self.inside_function = 0
+        self.added_gradients = {} if added_gradients is None else added_gradients
+        self.added = self.added_size = 0.0
+        self._functions = 0
         self.changes_in_place = False
         self.in_place = InPlace.DERIVED
         self.receives = False
@@ -112,7 +119,18 @@ class Constants:
 
     def replay(self) -> None:
         """Reuse the recorded values in the next forward, from the first one on."""
-        self._place = self._place_added = 0
+        self._place = self._place_added = self._functions = 0
+        self.added = self.added_size = 0.0
+
+    def begin_function(self, added: Sequence[Tensor | None] | None, inputs: Sequence[Tensor]) -> None:
+        """Count a custom function that is about to run; ``added`` are the gradients to note that it adds to inputs."""
+        if added is not None and any(one is not None for one in added):
+            self.added_gradients[self._functions] = added
+        for gradient, one in zip(self.added_gradients.get(self._functions, ()), inputs, strict=False):
+            if gradient is not None:
+                self.added += float((gradient * one.detach()).sum())
+                self.added_size += float(gradient.norm() * one.detach().norm())
+        self._functions += 1
 
     def communicate(self, func: Any, run: Callable[[], Any], arguments: Any) -> Any:
         """Run a collective, and treat its in-place changes of tensors with a gradient as ``in_place`` says."""
@@ -252,8 +270,9 @@ def custom_functions(
         if constants.inside_function or kind.__module__.startswith("torch."):
             return _inside(constants, lambda: run(*args, **kwargs))
         args, kwargs = constants.exchanged((args, kwargs))
-        if verify:
-            _inside(constants, lambda: _verify(kind, run, args, kwargs))
+        function = AppliedFunction(run, args, kwargs)
+        added = _inside(constants, lambda: _verify(kind, function)) if verify else None
+        _inside(constants, lambda: constants.begin_function(added, function.inputs))
         if exchanged is not None:
             terms = _inside(constants, lambda: exchange_terms(run, args, kwargs))
             if terms is not None:
@@ -281,23 +300,36 @@ def _inside(constants: Constants, run: Callable[[], Any]) -> Any:
         constants.inside_function -= 1
 
 
-def _verify(kind: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Compare the derivative of a custom function with a finite difference of its values, in a random direction."""
+def _verify(kind: Any, function: AppliedFunction) -> Sequence[Tensor | None]:
+    """Compare the derivative of a custom function with a finite difference of its values, in a random direction.
+
+    Return the gradient that its backward adds to each input, whatever gradients arrive at the outputs.
+    """
     before = collectives()
-    function = AppliedFunction(run, args, kwargs)
     generator = torch.Generator().manual_seed(0)
     along = function.directions(generator)
     given, leaves = function.outputs(along, 0.0)
     if not given:
-        return
+        return []
     cotangents = [normal_like(one, generator) for one in given]
     gradients = torch.autograd.grad(given, leaves, cotangents, allow_unused=True)
     changes = function.change(along)
     if collectives() != before:
-        return  # functions that communicate are compared over all ranks
+        return []  # functions that communicate are compared over all ranks
+    given, leaves = function.outputs(along, 0.0)  # a backward may have changed what the first outputs saved
+    zeros = [torch.zeros_like(one) for one in given]
+    added = [
+        one if one is not None and bool(one.any()) else None
+        for one in torch.autograd.grad(given, leaves, zeros, allow_unused=True)
+    ]
     terms = [one * v for one, v in zip(changes, cotangents, strict=True)]
-    due = [g * direction for g, direction in zip(gradients, along, strict=True) if g is not None]
+    due = [
+        (gradient if more is None else gradient - more) * direction
+        for gradient, more, direction in zip(gradients, added, along, strict=True)
+        if gradient is not None
+    ]
     apart = abs(sum(float(one.sum()) for one in terms) - sum(float(one.sum()) for one in due))
     size = max(sum(float(one.abs().sum()) for one in terms), sum(float(one.abs().sum()) for one in due))
     if apart > LARGEST * size:
         raise OwnDerivativeError(f"the backward of {kind.__name__} is not the derivative of its forward")
+    return added

@@ -1,7 +1,7 @@
 """Evaluates S: every rank runs its recorded calls again, with moved weights.
 
 S is the sum over ranks and backward passes of the inner products of the outputs of the ranks' recorded forwards with
-the gradients that arrived at these outputs.
+the gradients that arrived at these outputs. Inputs of custom functions whose backward adds a gradient count likewise.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class JointForward:
         self._weights = weights
         self._drawn: list[list[torch.dtype] | None] = [None] * len(calls)
         self._constants = [Constants() for _ in calls]
-        self._rough_constants = [Constants() for _ in calls]
+        self._rough_constants = [Constants(one.added_gradients) for one in self._constants]
         self.passes = sorted({number for one in calls for number in one.cotangents})
         self.magnitude = 0.0
         self.spread = 0.0
@@ -78,7 +78,7 @@ class JointForward:
                 why = COMPILED_DRAWS if draws else "its forward returned a different result when it was run again"
                 raise NoAgreementError(f"{one.call.name}: {why}")
             self.spread = max(self.spread, agreement.distance(own_outputs, samples))
-        return self._terms(exact)
+        return self._terms(exact, self._constants)
 
     @property
     def changes_in_place(self) -> bool:
@@ -97,7 +97,7 @@ class JointForward:
 
     def rehearse_roughly(self, unit: float) -> list[float]:
         """Run the calls in float64 with simulated rounding at this unit roundoff, and return the terms of S."""
-        return self._terms(self._outputs(self._rough_constants, unit))
+        return self._terms(self._outputs(self._rough_constants, unit), self._rough_constants)
 
     def exchanges(self) -> list[tuple[str, Terms]]:
         """Return the communicating functions in these calls, with this rank's terms of their derivatives."""
@@ -118,7 +118,7 @@ class JointForward:
         constants = self._constants if unit is None else self._rough_constants
         for one in constants:
             one.replay()
-        return self._terms(self._outputs(constants, unit))
+        return self._terms(self._outputs(constants, unit), constants)
 
     def _outputs(self, constants: Sequence[Constants], unit: float | None) -> list[list[Tensor]]:
         return [
@@ -133,12 +133,15 @@ class JointForward:
             for index, one in enumerate(self._calls)
         ]
 
-    def _terms(self, outputs: Sequence[Sequence[Tensor]]) -> list[float]:
+    def _terms(self, outputs: Sequence[Sequence[Tensor]], constants: Sequence[Constants]) -> list[float]:
         found = dict.fromkeys(self.passes, 0.0)
         magnitude = 0.0
-        for one, own in zip(self._calls, outputs, strict=True):
+        for one, own, other in zip(self._calls, outputs, constants, strict=True):
             for number, cotangents in one.cotangents.items():
                 scale = one.scales.get(number, 1.0)
+                if any(cotangent is not None for cotangent in cotangents):
+                    found[number] += other.added / scale
+                    magnitude += other.added_size / scale
                 for output, cotangent in zip(own, cotangents, strict=True):
                     if cotangent is not None:
                         ours, theirs = whole(output), whole(cotangent).to(output.dtype)
