@@ -16,6 +16,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 STEPS = 3
 WIDTH = 16
@@ -292,6 +293,16 @@ class AlikeExperts(Experts):
     begin_apart = False
 
 
+class Checkpointed(Megatron):
+    """Recomputes its activations in the backward pass; half of what it begins with counts as constant."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        return checkpoint(self.rest, self.first(values), use_reentrant=True)
+
+    def rest(self, values: Tensor) -> Tensor:
+        return super().forward(values - values.detach() / 2)
+
+
 class Padded(Megatron):
     """Embeds tokens, of which the padding has a row without a gradient."""
 
@@ -521,6 +532,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], None], int]] = 
     "experts": (Experts, _experts, 1),
     "balanced-experts": (BalancedExperts, _experts, 1),
     "alike-experts": (AlikeExperts, _experts, 1),
+    "checkpointed": (Checkpointed, _nothing, 0),
     "padded": (Padded, _nothing, 0),
     "quantized-by-torch": (Quantized, _nothing, 0),
     "summed-ring": (RingAttention, _summed, 1),

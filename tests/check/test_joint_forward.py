@@ -19,7 +19,7 @@ RIGHT = (
     "megatron", "megatron-bfloat16", "experts", "variance", "similarity", "ring", "tensor-parallel",
     "sharded-tensor-parallel", "pipeline-by-hand", "pipeline-of-torch", "pipeline-with-buffers", "gathered-head",
     "sharded-gathered-head", "sequence-parallel", "gathered-columns", "padded", "summed-ring",
-    "balanced-experts",
+    "balanced-experts", "checkpointed",
 )  # fmt: skip
 
 WRONG = {

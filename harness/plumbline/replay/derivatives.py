@@ -267,6 +267,8 @@ def custom_functions(
     register = torch.Tensor.register_hook
 
     def applied(run: Callable[..., Any], kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not constants.inside_function and (checkpointed := _checkpointed(kind, args)) is not None:
+            return checkpointed()
         if constants.inside_function or kind.__module__.startswith("torch."):
             return _inside(constants, lambda: run(*args, **kwargs))
         args, kwargs = constants.exchanged((args, kwargs))
@@ -290,6 +292,27 @@ def custom_functions(
             yield
     finally:
         torch.Tensor.register_hook = register  # type: ignore[method-assign]
+
+
+def _checkpointed(kind: Any, args: tuple[Any, ...]) -> Callable[[], Any] | None:
+    """Return what an activation checkpoint computes, with gradients enabled; None for other functions.
+
+    The checkpoints of torch, Megatron and DeepSpeed compute it without gradients, and again in the backward pass. Their
+    second argument is an option, or DeepSpeed's list for the outputs.
+    """
+    if kind.__name__ != "CheckpointFunction" or len(args) < 2:
+        return None
+    function, option, *inputs = args
+    if not callable(function) or not isinstance(option, (bool, list)):
+        return None
+
+    def compute() -> Any:
+        result = function(*inputs)
+        if isinstance(option, list):
+            option.extend([result] if isinstance(result, Tensor) else result)
+        return result
+
+    return compute
 
 
 def _inside(constants: Constants, run: Callable[[], Any]) -> Any:
