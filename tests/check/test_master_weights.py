@@ -9,6 +9,7 @@ from master_copies import Backwards, Flat, Mixed, NotCopiedBack, Sharded, Vector
 from torch import nn
 from torch.nn import functional
 
+from plumbline.check.judge.clipped_masters import are_clipped
 from plumbline.check.verdict.verdict import Answer, answer_of, notes_on, sentence_on
 from plumbline.ranks.run import run_on_ranks
 
@@ -289,3 +290,11 @@ def test_copies_of_parameters_of_equal_values_are_not_judged(judged):
 def test_a_model_to_which_nothing_is_copied_back_is_noted(judged):
     training = judged(Training, kind=NotCopiedBack)
     assert any("model's own weights do not change" in note for note in notes_on(training))
+
+
+def test_norms_of_clipped_steps_agree_much_better_than_the_factors():
+    assert are_clipped([0.1, 0.1000001, 0.1], [0.1387, 0.1388, 0.1397], within=1e-4)
+    assert are_clipped([0.1, 0.1005], [0.5, 0.6])
+    assert not are_clipped([0.1, 0.1005], [0.5, 0.5003], within=1e-4)  # the gradients are much alike, and halved
+    assert not are_clipped([0.1, 0.12], [0.5, 0.6])
+    assert not are_clipped([0.1], [0.5])

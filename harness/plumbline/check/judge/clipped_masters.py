@@ -20,6 +20,9 @@ SAME_LENGTH = 1e-2
 Chosen: trainers compute norms of 16-bit gradients, some of them in 16 bits.
 """
 
+CLEARLY = 10
+"""How many times further apart than the norms the factors of clipped steps are, if they are similar. Chosen."""
+
 
 @dataclass(frozen=True, eq=False)
 class MasterStep:
@@ -82,7 +85,23 @@ class MasterStep:
 
 def are_one(values: Sequence[float]) -> bool:
     """Return whether norms, or factors, agree within ``SAME_LENGTH``."""
-    return max(values) - min(values) <= SAME_LENGTH * max(values) if values else False
+    return bool(values) and _spread(values) <= SAME_LENGTH
+
+
+def are_clipped(lengths: Sequence[float], factors: Sequence[float], within: float = SAME_LENGTH) -> bool:
+    """Return whether gradients of several steps were shortened to one norm.
+
+    The same factor at every step is not clipping. If the factors are similar, known ``within`` a relative error, then
+    the norms must agree much better.
+    """
+    if len(lengths) < 2 or not are_one(lengths):
+        return False
+    apart = _spread(factors)
+    return apart > SAME_LENGTH or (apart > within and apart > CLEARLY * _spread(lengths))
+
+
+def _spread(values: Sequence[float]) -> float:
+    return (max(values) - min(values)) / max(values) if max(values) > 0 else 0.0
 
 
 def master_steps(cases: Sequence[ReceivedGradient]) -> Iterator[MasterStep]:
@@ -139,8 +158,7 @@ def up_to_clipping(wrong: Sequence[ReceivedGradient]) -> list[ReceivedGradient]:
 def _limit_by_lengths(steps: Sequence[MasterStep]) -> float | None:
     shorter = [(step, factor) for step in steps if (factor := step.common_factor) < 1 - SAME_LENGTH]
     lengths, factors = [step.length for step, _ in shorter], [factor for _, factor in shorter]
-    # The same factor at every step is not clipping.
-    return max(lengths) if len(shorter) > 1 and are_one(lengths) and not are_one(factors) else None
+    return max(lengths) if are_clipped(lengths, factors) else None
 
 
 def _unclipped(case: ReceivedGradient, factor: float) -> ReceivedGradient:

@@ -8,21 +8,23 @@ from dataclasses import dataclass
 
 from plumbline.check.evidence.training import Facts, RecordedStep
 from plumbline.check.judge.clipped_masters import OBSERVER as MASTERS
-from plumbline.check.judge.clipped_masters import SAME_LENGTH, are_one
+from plumbline.check.judge.clipped_masters import SAME_LENGTH, are_clipped, are_one
 from plumbline.check.judge.model_parts import OBSERVER
 
 
 @dataclass(frozen=True)
 class ScaledStep:
-    """A step whose gradients are right up to one factor.
+    """A step whose gradients are right up to one factor, which is known up to a relative error of ``within``.
 
-    ``norms`` are the smallest and the largest possible norm of all gradients. ``limit`` is the clipping limit of the
-    trainer that steps the optimizer, None if the trainer does not state one.
+    ``norms`` are the smallest and the largest possible norm of the gradients of ``parameters`` parameters. ``limit`` is
+    the clipping limit of the trainer that steps the optimizer, None if the trainer does not state one.
     """
 
     factor: float
     norms: Sequence[float]
     limit: float | None
+    parameters: int
+    within: float
 
     @property
     def is_at_the_limit(self) -> bool:
@@ -53,16 +55,20 @@ def scaled_by_mistake(steps: Sequence[RecordedStep]) -> Mapping[int, Facts]:
     """Return, by step number, what is wrong in steps whose common factor does not come from clipping.
 
     Clipped gradients have the trainer's limit as norm, however often they counted before, or are shorter than right
-    ones and have the same norm at several steps.
+    ones and have the same norm at several steps. At the first step, the parameters of some optimizers may be unknown,
+    so the norm of the others may be smaller.
     """
     scaled = _scaled_steps(steps)
-    shorter = [one for one in scaled.values() if one.factor < 1 - SAME_LENGTH]
-    are_clipped = (
-        len(shorter) > 1
-        and any(are_one([one.norms[place] for one in shorter]) for place in (0, 1))
-        and not are_one([one.factor for one in shorter])  # the same factor at every step is not clipping
-    )
-    clipped = {number for number, one in scaled.items() if one.is_at_the_limit or (one.factor < 1 and are_clipped)}
+    most = max((one.parameters for one in scaled.values()), default=0)
+    shorter = [one for one in scaled.values() if one.factor < 1 - SAME_LENGTH and one.parameters == most]
+    factors, within = [one.factor for one in shorter], 2 * max((one.within for one in shorter), default=0.0)
+    is_one_norm = any(are_clipped([one.norms[place] for one in shorter], factors, within) for place in (0, 1))
+    length = max((one.norms[1] for one in shorter), default=0.0) * (1 + SAME_LENGTH)
+    clipped = {
+        number
+        for number, one in scaled.items()
+        if one.is_at_the_limit or (one.factor < 1 and is_one_norm and one.norms[0] <= length)
+    }
     return {
         step.number: step.facts[OBSERVER]["scaled"]["wrong"]
         for step in steps
@@ -76,7 +82,10 @@ def _scaled_steps(steps: Sequence[RecordedStep]) -> Mapping[int, ScaledStep]:
     for step in steps:
         if (factor := factor_in(step)) is not None:
             limit = (step.facts.get(MASTERS) or {}).get("limit")
-            found[step.number] = ScaledStep(factor, step.facts[OBSERVER]["norms"], limit)
+            joint = step.facts[OBSERVER]
+            found[step.number] = ScaledStep(
+                factor, joint["norms"], limit, joint["parameters"], joint["scaled"]["within"]
+            )
     return found
 
 

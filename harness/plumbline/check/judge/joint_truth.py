@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from plumbline.check.evidence.training import Facts, RecordedTraining
-from plumbline.check.judge.clipped_masters import are_one
+from plumbline.check.judge.clipped_masters import are_clipped
 from plumbline.check.judge.exchanges import relations_of_losses
 from plumbline.check.judge.joint_gradient import JointGradient
 from plumbline.check.judge.joint_scales import are_clipped_apart, scaled_by_mistake
@@ -285,8 +285,8 @@ class JointTruth(Truth[JointGradient]):
             for _, found in self.compared
             if found.get("by_hand", 1.0) < 1 - SAME_LENGTH
         ]
-        is_one_length = any(are_one([norms[place] for _, norms in shorter]) for place in (0, 1))
-        return len(shorter) > 1 and is_one_length and not are_one([factor for factor, _ in shorter])
+        factors = [factor for factor, _ in shorter]
+        return any(are_clipped([norms[place] for _, norms in shorter], factors, SAME_LENGTH) for place in (0, 1))
 
     def _not_averaged(self, own: Sequence[tuple[str, Sequence[int]]]) -> Finding:
         """Return the failure where each replica uses and trains only its own copy of some parameters."""

@@ -272,7 +272,7 @@ class GradientSearch:
         found["alike"] = self._named(sorted(self._parts))
         found["judged"] = self._named(sorted(set(judged)))
         found["doubtful"] = self._named(doubtful)
-        found["norms"] = self._norms()
+        found["norms"], found["parameters"] = self._norms(), len(self._groups)
         own = [] if found["wrong"] else self._not_averaged(doubtful)
         found["own"] = self._named(own)
         self._derivative.factor = reading.factor, reading.factor_error
