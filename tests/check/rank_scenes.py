@@ -191,6 +191,13 @@ def not_divided(recorder: Observed, rank: int) -> None:
     _fit(recorder, _wrapped(recorder, _model()), loader, accumulate=3)
 
 
+def not_divided_and_fetched_in_advance(recorder: Observed, rank: int) -> None:
+    """As trainers do that count the labels of a step before they train."""
+    data = _data()
+    loader = DataLoader(data, 4, sampler=_sampler(data, rank))
+    _fit(recorder, _wrapped(recorder, _model()), list(loader), accumulate=3)
+
+
 def divided_twice(recorder: Observed, rank: int) -> None:
     data = _data()
     loader = DataLoader(data, 4, sampler=_sampler(data, rank))

@@ -310,6 +310,19 @@ def test_a_sum_over_micro_batches_is_accused() -> None:
     assert bad(judge_objective(of_calls(calls, calls))) == ["not-divided-by-micro-batches"]
 
 
+def test_means_that_are_multiplied_by_the_number_of_ranks_are_told() -> None:
+    calls = [call(10, 2.0)] * 3
+    told, note = judge_objective(of_calls(calls, calls))
+    assert told.message == "The loss is 6 × the mean over all 60 terms of cross_entropy."
+    assert "multiplied by the number of ranks, and the 3 micro-batches are added up" in note.message
+
+
+def test_different_loss_functions_in_separate_passes_are_not_called_one() -> None:
+    calls = [call(10, 1.0), {**call(10, 0.7), "function": "mse_loss"}]
+    (told,) = judge_objective(of_calls(calls, calls))
+    assert told.message.endswith("separate backward passes with different loss functions: cross_entropy, mse_loss.")
+
+
 def test_gradients_divided_afterwards_are_right() -> None:
     calls = [call(10, 1.0)] * 4
     divided = of_calls(calls, calls, received=(1.0, 2.0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -174,12 +175,22 @@ def test_a_look_at_a_batch_is_no_epoch_with_steps(loaders: LoaderObserver) -> No
 def test_the_batch_that_was_fetched_last_is_known_only_while_recording(loaders: LoaderObserver) -> None:
     iterator = iter(DataLoader(TensorDataset(torch.rand(20, 1)), 5, shuffle=True))
     next(iterator)
-    assert loaders.fetched is None
+    assert loaders.origin_of([]) is None
     loaders.start()
     next(iterator)
-    assert loaders.fetched == {"loader": 0, "pass": 0, "sampler": 0, "batch": 1}
+    assert loaders.origin_of([]) == {"loader": 0, "pass": 0, "sampler": 0, "batch": 1}
     loaders.stop()
-    assert loaders.fetched is None
+    assert loaders.origin_of([]) is None
+
+
+def test_batches_that_are_fetched_in_advance_are_told_apart(loaders: LoaderObserver) -> None:
+    loaders.start()
+    masked = TensorDataset(torch.rand(20, 3), torch.ones(20, 3))
+    (first, mask), (second, _) = itertools.islice(DataLoader(masked, 5), 2)
+    origins = [
+        loaders.origin_of(list(own)) for own in ((first[:, :2],), (second, mask), (first.clone(), mask), (mask * 1,))
+    ]
+    assert [one and one["batch"] for one in origins] == [1, 2, 1, 2]
 
 
 def test_a_forward_that_draws_is_known() -> None:

@@ -35,6 +35,7 @@ WRONG = {
     "whole_data": ("samples", "no-sampler"),
     "no_set_epoch": ("samples", "set-epoch-never-called"),
     "not_divided": ("objective", "not-divided-by-micro-batches"),
+    "not_divided_and_fetched_in_advance": ("objective", "not-divided-by-micro-batches"),
     "divided_twice": ("objective", "divided-twice"),
     "biases_differ": ("initial-weights", "not-broadcast"),
     "never_broadcast": ("initial-weights", "not-broadcast"),

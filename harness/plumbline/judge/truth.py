@@ -36,7 +36,8 @@ class Truth(ABC, Generic[Case]):
         finding = self.compare()
         if finding.outcome is not Outcome.FAILED or finding.cause is not None:
             return finding
-        wrong = [case for case in self.cases if not case.is_right]
+        # Some failures show only in all gradients together.
+        wrong = [case for case in self.cases if not case.is_right] or list(self.cases)
         finding = self.place(finding, wrong)
         if finding.outcome is not Outcome.FAILED or finding.cause is not None:
             return finding

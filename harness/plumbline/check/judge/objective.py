@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -36,7 +37,7 @@ from plumbline.core.finding import Finding
 from plumbline.core.numbers import counted
 from plumbline.core.outcome import Outcome
 from plumbline.judge.findings import failed_with_hint
-from plumbline.report.text import in_words
+from plumbline.report.text import in_words, listed
 
 CHECK = "objective"
 
@@ -71,9 +72,11 @@ def judge_objective(training: RecordedTraining) -> Iterator[Finding]:
         yield summed
     added = _added_terms(ranks)
     if objectives:
-        yield information(CHECK, _optimised(_without_clipping(objectives), ranks[0].rank if is_own else None))
-    if (short := _short_windows(objectives)) is not None:
-        yield short
+        rank = ranks[0].rank if is_own else None
+        yield information(CHECK, _optimised(_without_clipping(objectives), rank, is_a_term=added is not None))
+    for note in (_short_windows(objectives), None if is_own or added else _counted_by_ranks(objectives)):
+        if note is not None:
+            yield note
     if added is not None:
         yield information(CHECK, added)
     elif objectives:
@@ -83,7 +86,10 @@ def judge_objective(training: RecordedTraining) -> Iterator[Finding]:
     elif summed is None and steps_within_passes(training):
         yield not_judged(CHECK, STEPS_WITHIN_PASSES)
     elif summed is None:
-        why = "the loss is not known: no backward pass started from exactly one loss function of torch.nn.functional"
+        why = (
+            "the loss is not known: no backward pass started from exactly one of the loss functions of "
+            "torch.nn.functional that are followed"
+        )
         yield Finding(CHECK, Outcome.SKIPPED, f"{why}{_tokens(ranks)}")
 
 
@@ -141,7 +147,8 @@ def _added(passes: Sequence[Sequence[tuple[str, float | None]]]) -> list[str] | 
         same = abs(weights[-1] - weights[0]) <= EXACT * abs(weights[-1])
         times = _weight(weights[0]) + ("" if same else f" to {_weight(weights[-1])}")
         told.append(name if times == "1" else f"{times} × {name}")
-    return told
+    counts = Counter(told)
+    return [one if count == 1 else f"{one} ({count} times)" for one, count in counts.items()]
 
 
 def _tokens(ranks: Sequence[RecordedRank]) -> str:
@@ -161,9 +168,20 @@ def _tokens(ranks: Sequence[RecordedRank]) -> str:
     )
 
 
-def _optimised(objectives: Sequence[StepObjective], rank: int | None) -> str:
-    """Return a sentence on the loss of all ranks, or of one if it is not known how much that counts in the sum."""
+def _optimised(objectives: Sequence[StepObjective], rank: int | None, *, is_a_term: bool) -> str:
+    """Return a sentence on the loss of all ranks, or of one if it is not known how much that counts in the sum.
+
+    ``is_a_term``: other terms are added to the loss function.
+    """
+    functions = dict.fromkeys(share.function for one in objectives for share in one.shares)
     loss, its = ("The loss", "all") if rank is None else (f"Rank {rank}'s own loss", "its")
+    if len(functions) > 1:
+        return f"{loss} of a step has separate backward passes with different loss functions: {listed(functions)}."
+    loss = (
+        f"The {next(iter(functions))} in {loss[0].lower() if rank is None else loss[0]}{loss[1:]}"
+        if is_a_term
+        else loss
+    )
     objectives = objectives if rank is None else [replace(one, factor=1.0) for one in objectives]
     worst = max(objectives, key=lambda one: spread(one.rates))
     function, terms = worst.shares[0].function, _from_to(amount, [one.terms for one in objectives])
@@ -203,6 +221,8 @@ def _over(objective: StepObjective) -> str:
 
 
 def _ratio(objective: StepObjective) -> str:
+    if not all(share.is_even for share in objective.shares):
+        return ""  # the weights of the terms within a loss are not kept
     ratio = spread(objective.rates)
     return "" if ratio in (1.0, math.inf) else f": a term counts up to {ratio:.3g} × as much as another"
 
@@ -272,6 +292,27 @@ def _short_windows(objectives: Sequence[StepObjective]) -> HeadlineNote | None:
         f"The losses of a step over {counted(fewest, 'micro-batch', 'micro-batches')} have a total weight of "
         f"{_weight(less)}; those of a step over {most} have {_weight(whole)}. If each step should take a mean, divide "
         "each loss by the number of micro-batches in its step.",
+    )
+
+
+def _counted_by_ranks(objectives: Sequence[StepObjective]) -> HeadlineNote | None:
+    """Return a note if each loss is a mean over its own batch, multiplied by the number of ranks.
+
+    Some trainers multiply losses by it, because they expect sums that are divided by the tokens of all ranks.
+    """
+    shares = [share for one in objectives for share in one.shares]
+    ranks = max((len(one.ranks) for one in objectives), default=1)
+    if ranks == 1 or not all(one.batches_differ and abs(one.factor - 1) <= NEAR for one in objectives):
+        return None
+    if not all(share.reduction in _MEANS and equals(share.weight, ranks) for share in shares):
+        return None
+    micro = max(len(rank) for one in objectives for rank in one.ranks)
+    added = f", and the {micro} micro-batches are added up" if micro > 1 else ""
+    return headline_note(
+        CHECK,
+        f"Each loss is a mean, multiplied by the number of ranks{added}: the gradient is {ranks * micro} × that of the "
+        "mean over all of them. If this is not intended, do not multiply means"
+        + (f", and divide by {micro}." if micro > 1 else "."),
     )
 
 

@@ -349,11 +349,11 @@ class GradientSearch:
     def _read(self, seed: str) -> tuple[Reading, Difference]:
         """Return the first reading under which all gradients are right along a direction, and its difference.
 
-        If there is none, and optimizers step copies, look for a factor in all gradients. Otherwise return the first
-        reading, or the nearest one if the script multiplies gradients.
+        Readings that were rejected are left out. If there is none, and optimizers step copies, look for a factor in all
+        gradients. Otherwise return the first reading, or the nearest one if the script multiplies gradients.
         """
         readings = self._readings(self.known)
-        for one in readings:
+        for one in (one for one in readings if one not in self._rejected):
             difference = self._read_as(one, seed)
             if difference.error(self._indices) <= difference.limit:
                 if abs(difference.right) > 2 * difference.limit:
@@ -448,9 +448,13 @@ class GradientSearch:
 
     def _scaled(self, reading: Reading, difference: Difference) -> Facts:
         """Return the factor in all gradients, its error bound, and the mistake it makes in one parameter's gradient."""
-        index = max(difference.received, key=lambda one: abs(difference.received[one]))
+        largest = sorted(difference.received, key=lambda one: -abs(difference.received[one]))
         self._derivative.read_as(replace(reading, factor=1.0, factor_error=0.0))
-        wrong = self._wrong([index], self._derivative.difference([index], f"apart {index}"))
+        for index in largest[:MOST_OWN]:
+            apart = self._derivative.difference([index], f"apart {index}")
+            if apart.error([index]) > apart.limit:
+                break
+        wrong = self._wrong([index], apart)
         self._derivative.read_as(reading)
         return {"factor": reading.factor, "within": self._derivative.limit * reading.factor_error, "wrong": wrong}
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from plumbline.check.evidence.training import Facts
 from plumbline.check.rank.observers.loaders import LoaderObserver
-from plumbline.check.rank.observers.row_hashes import rows_of
+from plumbline.check.rank.observers.row_hashes import rows_of, tensors_in
 from plumbline.recording.observer import Observer
 
 
@@ -36,7 +36,7 @@ class BatchObserver(Observer):
                 "module": place,
                 "class": type(module).__name__,
                 "training": module.training,
-                "fetched": self._loaders.fetched,
+                "fetched": self._loaders.origin_of(list(tensors_in((args, kwargs)))),
                 **(rows_of(args, kwargs) or {}),
             }
         )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -14,13 +16,21 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, dataloader
 
 from plumbline.check.evidence.training import Facts
-from plumbline.check.rank.observers.row_hashes import digest
+from plumbline.check.rank.observers.row_hashes import digest, tensors_in
+from plumbline.evidence.rank_file import tensor_bytes
 from plumbline.recording.observer import Observer
 from plumbline.recording.parameters import parameters_of
 from plumbline.recording.patching import attempt, wrap
+from plumbline.replay.memory import address_of
 
 HEAD = 64
 """Number of indices at the beginning of an epoch that identify its order."""
+
+BATCHES = 64
+"""The most recent batches of which it is known where they come from: trainers fetch those of a step in advance."""
+
+ENTRIES = 1024
+"""The number of a tensor's first entries that identify it among recent batches."""
 
 PASSES = 64
 """The most passes that are noted, of samplers and of loaders each."""
@@ -35,18 +45,32 @@ class _Pass:
     version: int | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class _Batch:
+    """A batch that a loader returned. ``prints`` identify its tensors also after they were copied."""
+
+    facts: Facts
+    tensors: Sequence[ref[Tensor]]
+    prints: frozenset[str]
+
+    def shared(self, tensors: Sequence[Tensor], prints: Collection[str]) -> int:
+        """Return how many tensors are views of those of the batch, or equal to them."""
+        places = {address_of(one) for each in self.tensors if (one := each()) is not None} - {0}
+        return max(sum(address_of(one) in places for one in tensors), len(self.prints.intersection(prints)))
+
+
 class LoaderObserver(Observer):
     """Notes each pass through a sampler: its settings, the head of its order, whether it was complete.
 
-    ``steps`` counts the batches of a pass after which the optimizer stepped. ``fetched`` gives the origin of the latest
-    batch while steps are recorded. Passes are noted until the process ends, which costs about a microsecond a batch,
-    and a small file an epoch.
+    ``steps`` counts the batches of a pass after which the optimizer stepped. While steps are recorded, the origin of
+    recent batches is known. Passes are noted until the process ends, which costs about a microsecond a batch, and a
+    small file an epoch.
     """
 
     name = "loaders"
 
     def __init__(self) -> None:
-        self.fetched: Facts | None = None
+        self._fetched: deque[_Batch] = deque(maxlen=BATCHES)
         self._samplers: list[Facts] = []
         self._passes: list[Facts] = []
         self._numbers: dict[str, WeakKeyDictionary[Any, int]] = {}
@@ -76,7 +100,17 @@ class LoaderObserver(Observer):
     def stop(self) -> None:
         """Stop following batches."""
         super().stop()
-        self.fetched = None
+        self._fetched.clear()
+
+    def origin_of(self, tensors: Sequence[Tensor]) -> Facts | None:
+        """Return the batch of which a forward's tensors are parts; the latest one if that is not known."""
+        if not self._fetched:
+            return None
+        prints = {one for one in map(_print, tensors) if one}
+        shared = [batch.shared(tensors, prints) for batch in self._fetched]
+        best = max(shared)
+        is_known = best and shared.count(best) == 1  # masks may be the same in all batches
+        return self._fetched[shared.index(best) if is_known else -1].facts
 
     def final_facts(self) -> Facts | None:
         return {"samplers": self._samplers, "loaders": self._passes}
@@ -159,7 +193,7 @@ class LoaderObserver(Observer):
             raise
         attempt(self._note_step, iterator)
         if self.recording:
-            attempt(self._note_batch, iterator)
+            attempt(self._note_batch, iterator, batch)
         return batch
 
     def _note_step(self, iterator: Any) -> None:
@@ -178,12 +212,14 @@ class LoaderObserver(Observer):
             self._has_changed = False
             self._write()
 
-    def _note_batch(self, iterator: Any) -> None:
+    def _note_batch(self, iterator: Any, batch: Any) -> None:
         one = self._iterators.get(iterator)
         if one is not None:
             one.facts["batches"] += 1
-            self.fetched = {name: one.facts[name] for name in ("loader", "pass", "sampler")}
-            self.fetched["batch"] = one.facts["batches"]
+            facts = {name: one.facts[name] for name in ("loader", "pass", "sampler")} | {"batch": one.facts["batches"]}
+            tensors = list(tensors_in(batch))
+            prints = frozenset(one for one in map(_print, tensors) if one)
+            self._fetched.append(_Batch(facts, [*map(ref, tensors)], prints))
 
     def _sampler_of(self, loader: Any) -> int | None:
         """Return the number of the innermost sampler that a loader draws from, if it is one of those followed."""
@@ -207,6 +243,14 @@ class LoaderObserver(Observer):
         """Return how often the watched parameter was written to: every optimizer step writes to it."""
         parameter = self._watched() if self._watched is not None else None
         return None if parameter is None else int(parameter._version)
+
+
+def _print(tensor: Tensor) -> str:
+    """Return a digest of the shape and the first entries of a tensor, "" if it cannot be read."""
+    if not address_of(tensor) or not tensor.numel():
+        return ""
+    head = tensor.detach().reshape(-1)[:ENTRIES].cpu()
+    return hashlib.blake2b(repr(tuple(tensor.shape)).encode() + tensor_bytes(head), digest_size=8).hexdigest()
 
 
 def _called(make: Callable[[], Iterator[Any]]) -> Iterator[Any]:

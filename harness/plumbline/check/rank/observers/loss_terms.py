@@ -118,6 +118,8 @@ class LossTerms:
             yield from self._terms(inner, place, factor * times)
         elif name.startswith(_REDUCES):
             yield self._reduced(node, name, factor)
+        elif name == "AccumulateGrad":
+            yield LossTerm("a parameter", factor)
         else:
             yield LossTerm("a norm" if "Norm" in name else f"a number ({name.partition('Backward')[0]})", factor)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -250,7 +250,14 @@ class _Replay:
         def changed(one: Tensor) -> Tensor:
             return on_own_mesh(one.clone(), mesh, self._parameter.placements) if one.shape == shape else one
 
-        return given.mapped(changed)
+        made = given.mapped(changed)
+        if given.state is None or made.state is None:
+            return made
+        # An optimizer that steps with to_local() also keeps its state in plain tensors.
+        own = self._optimizer.state.get(self._parameter, {})
+        plain = {name for name, one in own.items() if isinstance(one, Tensor) and local(one) is one}
+        state = {name: given.state[name] if name in plain else one for name, one in made.state.items()}
+        return replace(made, state=state)
 
     def _add_known_mistakes(self, due: WholeDue, given: StepInput) -> None:
         right, world = due.right[0], dist.get_world_size()
