@@ -153,6 +153,22 @@ class OnShards(Optimizer):
                 p.sub_(distribute_tensor(update, p.device_mesh, p.placements), alpha=group["lr"])
 
 
+class LocalLion(Optimizer):
+    """Steps each entry alone, on local shards, and keeps its momentum in plain tensors."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                own, gradient = parameter.to_local(), parameter.grad.to_local()
+                momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(gradient))
+                own.sub_(momentum.lerp(gradient, 0.1).sign_(), alpha=group["lr"])
+                momentum.lerp_(gradient, 0.01)
+
+
 class Whole(Optimizer):
     """An optimizer that steps each whole matrix; of a DTensor it gathers the gradient, and keeps a whole state."""
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from matrix_optimizers import (
     Divided,
     Gathered,
+    LocalLion,
     OnShards,
     Shampoo,
     Soap,
@@ -51,6 +52,7 @@ def wrong(train: Callable[[], None]) -> list[Finding]:
         (Gathered, ddp, EQUAL),
         (Stacked, ddp, EQUAL),
         (Shampoo, ddp, SIZES),
+        (LocalLion, sharded, SIZES),
     ],
 )  # fmt: skip
 def test_the_whole_update_of_a_right_optimizer_is_judged(make, wrap, sizes):
