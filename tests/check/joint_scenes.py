@@ -289,6 +289,34 @@ class BalancedExperts(Experts):
         return super().forward(AddedLoss.apply(values, balance))
 
 
+class Watched(Megatron):
+    """Adds a loss on a path that is only watched, so that its gradient never starts."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        features = self.first(values)
+        self.seen = AddedLoss.apply(features, features.square().mean()).detach()
+        return super().forward(values)
+
+
+class Stale(torch.autograd.Function):
+    """A product whose backward adds to a gradient that was not zeroed."""
+
+    @staticmethod
+    def forward(context: Any, values: Tensor, weight: Tensor) -> Tensor:
+        context.save_for_backward(values, weight)
+        return values @ weight
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        values, weight = context.saved_tensors
+        return gradient @ weight.T, values.T @ gradient + 0.05
+
+
+class NotZeroed(Megatron):
+    def forward(self, values: Tensor) -> Tensor:
+        return super().forward(Stale.apply(values, self.first.weight))
+
+
 class AlikeExperts(Experts):
     begin_apart = False
 
@@ -531,6 +559,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], None], int]] = 
     "megatron-bfloat16": (Megatron, _nothing, 0),
     "experts": (Experts, _experts, 1),
     "balanced-experts": (BalancedExperts, _experts, 1),
+    "watched": (Watched, _nothing, 0),
+    "not-zeroed-in-a-function": (NotZeroed, _nothing, 0),
     "alike-experts": (AlikeExperts, _experts, 1),
     "checkpointed": (Checkpointed, _nothing, 0),
     "padded": (Padded, _nothing, 0),

@@ -19,7 +19,7 @@ RIGHT = (
     "megatron", "megatron-bfloat16", "experts", "variance", "similarity", "ring", "tensor-parallel",
     "sharded-tensor-parallel", "pipeline-by-hand", "pipeline-of-torch", "pipeline-with-buffers", "gathered-head",
     "sharded-gathered-head", "sequence-parallel", "gathered-columns", "padded", "summed-ring",
-    "balanced-experts", "checkpointed",
+    "balanced-experts", "checkpointed", "watched",
 )  # fmt: skip
 
 WRONG = {
@@ -70,7 +70,7 @@ def test_a_rank_computes_again_alone_where_the_script_gathers_a_frozen_weight() 
     assert "is the mean over 2 ranks of what the backward passes computed" in gradients.message
 
 
-@pytest.mark.parametrize("scene", ["quantised", "quantized-by-torch", "reversed"])
+@pytest.mark.parametrize("scene", ["quantised", "quantized-by-torch", "reversed", "not-zeroed-in-a-function"])
 def test_a_derivative_of_the_script_s_own_is_not_judged(scene: str) -> None:
     training = checked(scene)
     assert answer_of(training) is Answer.NOT_JUDGED
@@ -89,6 +89,11 @@ def test_a_plain_part_is_stepped_by_its_own_rank_where_others_are_reduced_in_the
     training = checked("scaled-tensor-parallel")
     assert answer_of(training) is Answer.RIGHT_IN_PART  # nothing tells the factors from copies
     assert training.coverage.updates.part == 1
+
+
+def test_a_gradient_that_a_function_adds_is_told() -> None:
+    (gradients,) = (one for one in checked("balanced-experts").findings if one.check == "gradients")
+    assert "the backward of AddedLoss adds a gradient of its own, whose size was not judged" in gradients.message
 
 
 def test_experts_that_begin_with_equal_values_are_not_accused() -> None:

@@ -30,6 +30,7 @@ class Derivative:
     divided_by = 1.0
     by_hand = 1.0
     factor = None
+    adds_gradients = ()
     has_one_loss = has_same_loss = is_first = are_copies = receives_constants = False
     changed: tuple[str, ...] = ()
     in_place = (InPlace.DERIVED,)

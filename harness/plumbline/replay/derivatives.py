@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from plumbline.recording.sharding import local
+from plumbline.replay.added_gradients import AddedGradients
 from plumbline.replay.applied_functions import functions_applied
 from plumbline.replay.collectives import collectives
 from plumbline.replay.function_derivatives import LARGEST, AppliedFunction, Terms, exchange_terms
@@ -96,15 +97,13 @@ class Constants:
     argument of an operator is the result, without a gradient, of a collective. If ``derives`` is set, such arguments
     are not replaced, because they depend on the tensors of all ranks.
 
-    A custom function may add gradients of its own to its inputs, as for an auxiliary loss. ``added_gradients`` has
-    them by the function's number, ``added`` the sum of their products with the inputs in the last forward, and
-    ``added_size`` a bound of it.
+    ``gradients`` are those that custom functions add to their inputs.
     """
 
-    def __init__(self, added_gradients: dict[int, Sequence[Tensor | None]] | None = None) -> None:
+    def __init__(self, gradients: AddedGradients | None = None) -> None:
         self.inside_function = 0
-        self.added_gradients = {} if added_gradients is None else added_gradients
-        self.added = self.added_size = 0.0
+        self.gradients = AddedGradients() if gradients is None else gradients
+        self._terms: dict[int, tuple[float, float]] = {}
         self._functions = 0
         self.changes_in_place = False
         self.in_place = InPlace.DERIVED
@@ -120,17 +119,21 @@ class Constants:
     def replay(self) -> None:
         """Reuse the recorded values in the next forward, from the first one on."""
         self._place = self._place_added = self._functions = 0
-        self.added = self.added_size = 0.0
+        self._terms.clear()
 
-    def begin_function(self, added: Sequence[Tensor | None] | None, inputs: Sequence[Tensor]) -> None:
-        """Count a custom function that is about to run; ``added`` are the gradients to note that it adds to inputs."""
-        if added is not None and any(one is not None for one in added):
-            self.added_gradients[self._functions] = added
-        for gradient, one in zip(self.added_gradients.get(self._functions, ()), inputs, strict=False):
-            if gradient is not None:
-                self.added += float((gradient * one.detach()).sum())
-                self.added_size += float(gradient.norm() * one.detach().norm())
+    def ended(self, kind: Any, added: Sequence[Tensor | None], inputs: Sequence[Tensor], result: Any) -> None:
+        """Count a custom function that has run. ``added``: the gradients to note that it adds to its inputs."""
+        number = self._functions
         self._functions += 1
+        if torch.is_grad_enabled():
+            self.gradients.note(number, kind.__name__, added, tensors_in(result))
+        if number in self.gradients:
+            self._terms[number] = self.gradients.terms(number, inputs)
+
+    def added(self) -> tuple[float, float]:
+        """Return the sum of the inputs' products with the gradients that functions add to them, and a bound of it."""
+        found = [terms for number, terms in self._terms.items() if number in self.gradients]
+        return sum(term for term, _ in found), sum(size for _, size in found)
 
     def communicate(self, func: Any, run: Callable[[], Any], arguments: Any) -> Any:
         """Run a collective, and treat its in-place changes of tensors with a gradient as ``in_place`` says."""
@@ -273,14 +276,14 @@ def custom_functions(
             return _inside(constants, lambda: run(*args, **kwargs))
         args, kwargs = constants.exchanged((args, kwargs))
         function = AppliedFunction(run, args, kwargs)
-        added = _inside(constants, lambda: _verify(kind, function)) if verify else None
-        _inside(constants, lambda: constants.begin_function(added, function.inputs))
+        added = _inside(constants, lambda: _verify(kind, function)) if verify else []
         if exchanged is not None:
             terms = _inside(constants, lambda: exchange_terms(run, args, kwargs))
             if terms is not None:
                 exchanged(kind.__name__, terms)
         result = _inside(constants, lambda: run(*args, **kwargs))
         constants.computed(kind, (args, kwargs), result)
+        constants.ended(kind, added, function.inputs, result)
         return result
 
     def hooked(tensor: Tensor, hook: Any) -> Any:
@@ -326,7 +329,7 @@ def _inside(constants: Constants, run: Callable[[], Any]) -> Any:
 def _verify(kind: Any, function: AppliedFunction) -> Sequence[Tensor | None]:
     """Compare the derivative of a custom function with a finite difference of its values, in a random direction.
 
-    Return the gradient that its backward adds to each input, whatever gradients arrive at the outputs.
+    Return the gradient that its backward adds to each input. An input that has one must get no other.
     """
     before = collectives()
     generator = torch.Generator().manual_seed(0)
@@ -345,14 +348,14 @@ def _verify(kind: Any, function: AppliedFunction) -> Sequence[Tensor | None]:
         one if one is not None and bool(one.any()) else None
         for one in torch.autograd.grad(given, leaves, zeros, allow_unused=True)
     ]
+    not_derived = f"the backward of {kind.__name__} is not the derivative of its forward"
+    pairs = list(zip(gradients, added, along, strict=True))
+    if any(more is not None and not torch.equal(gradient, more) for gradient, more, _ in pairs):
+        raise OwnDerivativeError(not_derived)
     terms = [one * v for one, v in zip(changes, cotangents, strict=True)]
-    due = [
-        (gradient if more is None else gradient - more) * direction
-        for gradient, more, direction in zip(gradients, added, along, strict=True)
-        if gradient is not None
-    ]
+    due = [gradient * direction for gradient, more, direction in pairs if gradient is not None and more is None]
     apart = abs(sum(float(one.sum()) for one in terms) - sum(float(one.sum()) for one in due))
     size = max(sum(float(one.abs().sum()) for one in terms), sum(float(one.abs().sum()) for one in due))
     if apart > LARGEST * size:
-        raise OwnDerivativeError(f"the backward of {kind.__name__} is not the derivative of its forward")
+        raise OwnDerivativeError(not_derived)
     return added

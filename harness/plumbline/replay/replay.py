@@ -148,6 +148,8 @@ def forward_together(
     try:
         with _conditions(call, precision, mode), functions:
             outputs = _forward(call, state, _replacement(call, precision, leaves), mode)
+            if verify and constants is not None:
+                constants.gradients.keep_reached(outputs)
             return [one.detach() for one in outputs], mode.drawn if isinstance(mode, NativeMode) else None
     finally:
         state.restore()

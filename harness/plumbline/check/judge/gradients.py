@@ -27,6 +27,7 @@ from plumbline.check.judge.rank_layout import OBSERVER as LAYOUT
 from plumbline.check.judge.rank_weights import shared_numbers
 from plumbline.check.judge.received_gradient import ReceivedGradient
 from plumbline.check.judge.rows_used import all_use_different_rows
+from plumbline.check.judge.step_objective import is_loss_divided
 from plumbline.check.judge.unreduced import judge_replicated_gradients, with_reason
 from plumbline.core.finding import UNEXPLAINED, Finding, is_unexplained
 from plumbline.core.numbers import counted
@@ -184,7 +185,8 @@ def _replays_decide(joint: JointTruth, truth: ReplayTruth, finding: Finding) -> 
     The joint forward leaves a failure open if it names the cause by elimination only. If it finds nothing wrong, it
     leaves open whether parameters that may be replicas are averaged as replicas. The replays then count only if the
     joint forward judged a sum over ranks, or judged none of the parameters that the replays call wrong, and these
-    cannot be parts. If it found some parameters wrong, the replays never count against parameters that it found right.
+    cannot be parts. Whether a sum is right depends on the losses. If the joint forward found some parameters wrong, the
+    replays never count against parameters that it found right.
     """
     has_failed = finding.outcome is Outcome.FAILED
     if not (finding.cause in BY_ELIMINATION if has_failed else joint.may_be_replicas):
@@ -197,8 +199,17 @@ def _replays_decide(joint: JointTruth, truth: ReplayTruth, finding: Finding) -> 
     wrong = list(_wrong_parameters(truth))
     if has_failed:
         counts = not joint.has_found_right(wrong)
+    elif joint.is_sum and known.cause == "summed-over-ranks":
+        if is_loss_divided(joint.training.ranks) is None:
+            return not_judged(
+                CHECK,
+                f"gradients are the sum over {joint.losses} ranks, not their mean. That is right if each loss is "
+                "divided for all ranks together, which could not be determined",
+                known.step,
+            )
+        counts = False
     elif joint.is_sum:
-        counts = known.cause != "summed-over-ranks"  # whether a sum is right depends on the losses
+        counts = True
     else:
         counts = not joint.has_judged(wrong) and not joint.may_be_parts(wrong)
     return known if counts else None

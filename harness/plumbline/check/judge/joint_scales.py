@@ -67,7 +67,11 @@ def scaled_by_mistake(steps: Sequence[RecordedStep]) -> Mapping[int, Facts]:
     clipped = {
         number
         for number, one in scaled.items()
-        if one.is_at_the_limit or (one.factor < 1 and is_one_norm and one.norms[0] <= length)
+        if one.is_at_the_limit
+        or (
+            (one.factor < 1 and is_one_norm and (one.parameters == most or number == min(scaled)))
+            and one.norms[0] <= length
+        )
     }
     return {
         step.number: step.facts[OBSERVER]["scaled"]["wrong"]

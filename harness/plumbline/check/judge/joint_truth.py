@@ -45,7 +45,7 @@ _SCALED = ", up to one common factor, which clipping explains"
 
 _BY_HAND = "; the script multiplies gradients by a factor, as its loss requires"
 
-_AS_REQUIRED = "; together with the factor in all gradients, the weights of the ranks' losses add up to 1"
+_AS_REQUIRED = "; all gradients are multiplied by one factor, with which the weights of the ranks' losses add up to 1"
 
 _CLIPPED = "; the script clips them with its own code"
 
@@ -124,7 +124,8 @@ class JointTruth(Truth[JointGradient]):
     def may_be_parts(self, parameters: Iterable[tuple[str, int]]) -> bool:
         """Return whether each of these parameters may be a part, as an expert, next to copies in other modules.
 
-        A module holds either parts or copies. If nothing was compared for certain, the model has no known copies.
+        In most modules, all parameters are parts, or all are copies. If nothing was compared for certain, the model has
+        no known copies.
         """
         modules = {(name.rpartition(".")[0], rank) for name, rank in self.judged}
         return bool(modules) and not any((name.rpartition(".")[0], rank) in modules for name, rank in parameters)
@@ -143,7 +144,7 @@ class JointTruth(Truth[JointGradient]):
 
     @cached_property
     def perhaps_tied(self) -> Sequence[Sequence[tuple[str, int]]]:
-        """Pairs of parameters, by name and rank, that began equal in different pipeline stages and train apart."""
+        """Pairs of parameters, by name and rank, that are equal in different stages at the first compared step."""
         return [pair for _, found in self.compared[:1] for pair in found["perhaps_tied"]]
 
     def _members(self, kind: str) -> frozenset[tuple[str, int]]:
@@ -180,6 +181,8 @@ class JointTruth(Truth[JointGradient]):
             scaled = [number for number, found in self.compared if "scaled" in found]
             told += _SCALED if any(number not in self.multiplied for number in scaled) else ""
             told += _AS_REQUIRED if self.multiplied else ""
+            if adding := sorted({name for _, found in self.compared for name in found["adds"]}):
+                told += f"; the backward of {listed(adding)} adds a gradient of its own, whose size was not judged"
             told += _IN_PLACE if any(found["in_place"] for _, found in self.compared) else ""
             return Finding(CHECK, Outcome.PASSED, told, error_x_noise=max(noise, default=None), limit_x_noise=limit)
         worst = wrong[0]
@@ -271,7 +274,7 @@ class JointTruth(Truth[JointGradient]):
         found = next(one for index, one in self.compared if index == number)
         steps = next((steps for steps in steps_together(self.training.ranks) if steps[0].number == number), None)
         objective = None if steps is None else objective_of_losses(steps)
-        if objective is None:
+        if objective is None or not all(share.is_alone for share in objective.shares):
             return None
         factor: float = found["scaled"]["factor"] if "scaled" in found else found.get("by_hand", 1.0)
         sums = objective.of_losses * len(objective.ranks)

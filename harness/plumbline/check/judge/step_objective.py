@@ -112,9 +112,13 @@ def objective_of_losses(steps: Sequence[RecordedStep]) -> StepObjective | None:
 
 
 def is_loss_divided(ranks: Sequence[RecordedRank]) -> bool | None:
-    """Return whether each rank divides its loss by the number of ranks that compute one, None if unknown."""
+    """Return whether each rank divides its loss by the number of ranks that compute one, None if unknown.
+
+    If something is added to a loss, its weight alone does not show that the whole is divided.
+    """
     objectives = [made for steps in steps_together(ranks) if (made := objective_of_losses(steps))]
-    for answer in (True, False):
+    are_alone = all(share.is_alone for one in objectives for share in one.shares)
+    for answer in (True, False) if are_alone else (False,):
         weights = [(one.of_losses, 1 / len(one.ranks) if answer else 1.0) for one in objectives]
         if weights and all(abs(own - weight) <= NEAR * weight for own, weight in weights):
             return answer

@@ -225,7 +225,7 @@ class GradientSearch:
         found["right"] = right
         found["one_loss"], found["same_loss"] = self._derivative.has_one_loss, self._derivative.has_same_loss
         found["changed"] = self._derivative.changed
-        found["divided_by"] = self._derivative.divided_by
+        found["divided_by"], found["adds"] = self._derivative.divided_by, self._derivative.adds_gradients
         found["is_sum"], found["in_place"] = reading.is_sum, reading.in_place is not InPlace.DERIVED
         found["leaves_out"] = self._leaves_out(reading, difference)
         if reading.is_by_hand:
@@ -277,7 +277,8 @@ class GradientSearch:
         found["own"] = self._named(own)
         self._derivative.factor = reading.factor, reading.factor_error
         found["tied_apart"] = self._pairs(tied_apart(self._every, self._groups, self._derivative.unit))
-        found["perhaps_tied"] = self._pairs(perhaps_tied(self._every, self._groups, self._derivative.unit))
+        maybe = perhaps_tied(self._every, self._groups, self._derivative.unit) if self._derivative.is_first else []
+        found["perhaps_tied"] = self._pairs(maybe)
         return found
 
     def _pairs(self, pairs: Iterable[Sequence[Key]]) -> list[list[list[object]]]:

@@ -197,14 +197,17 @@ def perhaps_tied(held: Sequence[Sequence[Facts]], groups: Sequence[Group], unit:
 
     Stages that are built with the same seed also have equal parameters, at the same positions.
     """
+    equal: dict[tuple[object, ...], list[Group]] = {}
+    for one in groups:
+        rank, number = one.instances[0][0]
+        if not held[rank][number]["constant"]:
+            equal.setdefault((one.kind[1:], *held[rank][number]["weights"]), []).append(one)
     random = [[number for number, one in enumerate(own) if not one["constant"]] for own in held]
-    names = {key: held[key[0]][key[1]]["name"] for one in groups for key in one.keys}
     return [
         [(rank, number), (other_rank, other)]
-        for (rank, number), (other_rank, other) in _alike_in_stages(held, groups, unit)
-        if number in random[rank]
-        and other in random[other_rank]
-        and names[rank, number] != names[other_rank, other]
+        for alike in equal.values()
+        for (rank, number), (other_rank, other) in _alike_in_stages(held, alike, unit)
+        if held[rank][number]["name"] != held[other_rank][other]["name"]
         and random[rank].index(number) != random[other_rank].index(other)
         and not (held[rank][number]["tied"] and held[other_rank][other]["tied"])
     ]

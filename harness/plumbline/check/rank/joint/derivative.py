@@ -116,12 +116,13 @@ class JointDerivative:
     number of ranks that compute a loss. ``has_same_loss``: all their losses are equal. ``has_one_loss``: they are also
     computed from equal outputs. ``communicate``: for each rank, whether its forward communicates.
     ``receives_constants``: the forward combines tensors that have a gradient with values that collectives return as
-    constants. ``changed``: gradients that changed between pipeline stages. ``in_place``: the readings of in-index
-    collectives to try. ``is_first``: no step was compared before. ``are_copies``: optimizers step copies of all
-    parameters. ``squares``: the squared norms of the gradients taken so far, by rank and number. ``factor``: the factor
-    in all of these gradients and its relative error, None before any was compared. ``by_hand``: the factor by which the
-    script was seen to multiply gradients on every rank, 1 without one. ``step``: each step has its own directions in
-    16-bit formats, where the directions of all steps are judged together.
+    constants. ``adds_gradients``: the names of custom functions that add gradients of their own. ``changed``: gradients
+    that changed between pipeline stages. ``in_place``: the readings of in-place collectives to try. ``is_first``: no
+    step was compared before. ``are_copies``: optimizers step copies of all parameters. ``squares``: the squared norms
+    of the gradients taken so far, by rank and number. ``factor``: the factor in all of these gradients and its relative
+    error, None before any was compared. ``by_hand``: the factor by which the script was seen to multiply gradients on
+    every rank, 1 without one. ``step``: each step has its own directions in 16-bit formats, where the directions of all
+    steps are judged together.
     """
 
     def __init__(
@@ -197,6 +198,7 @@ class JointDerivative:
             "spread": forward.spread,
             "in_place": forward.changes_in_place,
             "receives": forward.receives_constants,
+            "adds": sorted(forward.adds_gradients),
         }
         every = exchange.values(measured)
         self._magnitude = sum(one["magnitude"] for one in every)
@@ -204,6 +206,7 @@ class JointDerivative:
         self.unit = max([self.unit, *(one["spread"] / SPREAD for one in every)])
         self.in_place = [*InPlace] if any(one["in_place"] for one in every) else [InPlace.DERIVED]
         self.receives_constants = any(one["receives"] for one in every)
+        self.adds_gradients = sorted({name for one in every for name in one["adds"]})
         self.limit = LIMIT_16_BIT if self.is_coarse else LIMIT
         self._rehearsed(lambda: self._forward.rehearse_roughly(self.unit))
 

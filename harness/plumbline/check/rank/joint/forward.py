@@ -47,7 +47,7 @@ class JointForward:
         self._weights = weights
         self._drawn: list[list[torch.dtype] | None] = [None] * len(calls)
         self._constants = [Constants() for _ in calls]
-        self._rough_constants = [Constants(one.added_gradients) for one in self._constants]
+        self._rough_constants = [Constants(one.gradients) for one in self._constants]
         self.passes = sorted({number for one in calls for number in one.cotangents})
         self.magnitude = 0.0
         self.spread = 0.0
@@ -89,6 +89,11 @@ class JointForward:
     def receives_constants(self) -> bool:
         """Whether calls combine tensors that have a gradient with what other collectives return without one."""
         return any(one.receives for one in self._constants)
+
+    @property
+    def adds_gradients(self) -> set[str]:
+        """The names of custom functions that add gradients of their own in the backward pass."""
+        return {name for one in self._constants for name in one.gradients.names.values()}
 
     def take(self, in_place: InPlace, *, derives: bool) -> None:
         """Set what collectives add in place, and whether received values are differentiated."""
@@ -137,11 +142,12 @@ class JointForward:
         found = dict.fromkeys(self.passes, 0.0)
         magnitude = 0.0
         for one, own, other in zip(self._calls, outputs, constants, strict=True):
+            added, size = other.added()
             for number, cotangents in one.cotangents.items():
                 scale = one.scales.get(number, 1.0)
                 if any(cotangent is not None for cotangent in cotangents):
-                    found[number] += other.added / scale
-                    magnitude += other.added_size / scale
+                    found[number] += added / scale
+                    magnitude += size / scale
                 for output, cotangent in zip(own, cotangents, strict=True):
                     if cotangent is not None:
                         ours, theirs = whole(output), whole(cotangent).to(output.dtype)
