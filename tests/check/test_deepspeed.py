@@ -206,7 +206,7 @@ def layout_of_one_sequence(is_averaged):
     }
     asked = {}
     for kind, group in groups.items():
-        asked[f"get_{kind}_parallel_group"] = partial(getattr, SimpleNamespace(group=group), "group")
+        asked[f"get_{kind}_parallel_group"] = lambda group=group: group
         asked[f"get_{kind}_parallel_rank"] = partial(dist.get_rank, group)
         asked[f"get_{kind}_parallel_world_size"] = partial(dist.get_world_size, group)
     return SimpleNamespace(**asked)

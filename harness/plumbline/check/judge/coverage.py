@@ -130,9 +130,10 @@ def coverage_of(training: RecordedTraining, findings: Iterable[Finding] = ()) ->
         gradients = no_answer | {key: why for key, why in gradients.items() if key in entries}
     replays = _replays_left_out(training)
     joint = JointTruth(training)
-    has_failed = any(one.outcome is Outcome.FAILED for one in answered)
-    are_known_by_replays = has_failed and bool(joint.compared) and joint.judge().outcome is not Outcome.FAILED
-    if joint.compared and not are_known_by_replays:
+    is_joint = bool(joint.compared)
+    if is_joint and any(one.outcome is Outcome.FAILED for one in answered):
+        is_joint = joint.judge().outcome is Outcome.FAILED  # otherwise the ranks' own passes showed the failure
+    if is_joint:
         left_out = dict(_not_compared_jointly(training, joint))
         known = {key: why for key, why in replays.items() if why == OUTSIDE} | gradients
         gradients = no_answer | {key: _reason(key, why, known) for key, why in left_out.items()}
@@ -143,7 +144,7 @@ def coverage_of(training: RecordedTraining, findings: Iterable[Finding] = ()) ->
         _share(entries, gradients | never),
         _share(entries, _updates_left_out(training, entries) | never),
         _share(entries, replays | never),
-        bool(joint.compared) and not are_known_by_replays,
+        is_joint,
     )
 
 

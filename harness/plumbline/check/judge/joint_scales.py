@@ -64,15 +64,9 @@ def scaled_by_mistake(steps: Sequence[RecordedStep]) -> Mapping[int, Facts]:
     factors, within = [one.factor for one in shorter], 2 * max((one.within for one in shorter), default=0.0)
     is_one_norm = any(are_clipped([one.norms[place] for one in shorter], factors, within) for place in (0, 1))
     length = max((one.norms[1] for one in shorter), default=0.0) * (1 + SAME_LENGTH)
-    clipped = {
-        number
-        for number, one in scaled.items()
-        if one.is_at_the_limit
-        or (
-            (one.factor < 1 and is_one_norm and (one.parameters == most or number == min(scaled)))
-            and one.norms[0] <= length
-        )
-    }
+    counted = {number for number, one in scaled.items() if one.parameters == most or number == min(scaled)}
+    shortened = {number for number in counted if scaled[number].factor < 1 and scaled[number].norms[0] <= length}
+    clipped = {number for number, one in scaled.items() if one.is_at_the_limit or (is_one_norm and number in shortened)}
     return {
         step.number: step.facts[OBSERVER]["scaled"]["wrong"]
         for step in steps

@@ -174,15 +174,14 @@ def _optimised(objectives: Sequence[StepObjective], rank: int | None, *, is_a_te
     ``is_a_term``: other terms are added to the loss function.
     """
     functions = dict.fromkeys(share.function for one in objectives for share in one.shares)
-    loss, its = ("The loss", "all") if rank is None else (f"Rank {rank}'s own loss", "its")
+    loss, its = ("the loss", "all") if rank is None else (f"rank {rank}'s own loss", "its")
+    if is_a_term and len(functions) == 1:
+        loss = f"the {next(iter(functions))} in {loss}"
+    loss = loss[0].upper() + loss[1:]
     if len(functions) > 1:
         return f"{loss} of a step has separate backward passes with different loss functions: {listed(functions)}."
-    loss = (
-        f"The {next(iter(functions))} in {loss[0].lower() if rank is None else loss[0]}{loss[1:]}"
-        if is_a_term
-        else loss
-    )
-    objectives = objectives if rank is None else [replace(one, factor=1.0) for one in objectives]
+    if rank is not None:
+        objectives = [replace(one, factor=1.0) for one in objectives]
     worst = max(objectives, key=lambda one: spread(one.rates))
     function, terms = worst.shares[0].function, _from_to(amount, [one.terms for one in objectives])
     is_multiplied = any(abs(one.factor - 1) > NEAR for one in objectives)  # by the script, after the backward passes
@@ -307,12 +306,13 @@ def _counted_by_ranks(objectives: Sequence[StepObjective]) -> HeadlineNote | Non
     if not all(share.reduction in _MEANS and equals(share.weight, ranks) for share in shares):
         return None
     micro = max(len(rank) for one in objectives for rank in one.ranks)
-    added = f", and the {micro} micro-batches are added up" if micro > 1 else ""
+    added, divide = (
+        (f", and the {micro} micro-batches are added up", f", and divide by {micro}") if micro > 1 else ("", "")
+    )
     return headline_note(
         CHECK,
         f"Each loss is a mean, multiplied by the number of ranks{added}: the gradient is {ranks * micro} × that of the "
-        "mean over all of them. If this is not intended, do not multiply means"
-        + (f", and divide by {micro}." if micro > 1 else "."),
+        f"mean over all of them. If this is not intended, do not multiply means{divide}.",
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -17,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, data
 
 from plumbline.check.evidence.training import Facts
 from plumbline.check.rank.observers.row_hashes import digest, tensors_in
-from plumbline.evidence.rank_file import tensor_bytes
+from plumbline.check.rank.observers.tensor_digest import tensor_digest
 from plumbline.recording.observer import Observer
 from plumbline.recording.parameters import parameters_of
 from plumbline.recording.patching import attempt, wrap
@@ -249,8 +248,7 @@ def _print(tensor: Tensor) -> str:
     """Return a digest of the shape and the first entries of a tensor, "" if it cannot be read."""
     if not address_of(tensor) or not tensor.numel():
         return ""
-    head = tensor.detach().reshape(-1)[:ENTRIES].cpu()
-    return hashlib.blake2b(repr(tuple(tensor.shape)).encode() + tensor_bytes(head), digest_size=8).hexdigest()
+    return f"{tuple(tensor.shape)} {tensor_digest(tensor.detach().reshape(-1)[:ENTRIES])}"
 
 
 def _called(make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
