@@ -331,3 +331,4 @@ def test_whatever_runs_at_night_only_is_there():
         file, _, name = line.removeprefix("!").partition("::")
         assert (tests / file).exists(), line
         assert not name or f"def {name.partition('[')[0]}(" in (tests / file).read_text(), line
+        assert f"!{line}" not in lines, f"{line} is also said to run by default"
