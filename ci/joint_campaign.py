@@ -1,11 +1,11 @@
-"""Draws random trainings whose ranks compute one forward together, and checks them: half of them with a known mistake.
+"""Draws random trainings whose ranks compute one forward together, some with a known mistake, and checks them.
 
     .venv/bin/python ci/joint_campaign.py --minutes 20 --seed 1 --json campaign.json
 
 It prints each right training that is accused and each mistake that is not, and a table by kind of parallelism.
 The exit code is 1 if a right training was accused, if a wrong one was called right, or if fewer of the caught mistakes
 were named than ``--least-named`` says.
-``--only KIND`` and ``--number N`` run a part of it again.
+``--mistakes 0.25`` draws three right trainings for each wrong one. ``--only KIND`` and ``--number N`` run a part again.
 """
 
 from __future__ import annotations
@@ -97,13 +97,13 @@ EXCHANGES = frozenset(
 )
 
 
-def draw(number: int, seed: int, only: str | None) -> Spec:
-    """Return the training with this number."""
+def draw(number: int, seed: int, only: str | None, mistakes: float = 0.5) -> Spec:
+    """Return the training with this number; ``mistakes`` is the probability that it has one."""
     chance = random.Random(f"{seed} {number}")
     kind = only or chance.choice(sorted(MISTAKES))
     ranks = 4 if kind in ("hsdp", "fsdp-tensor") else chance.choice((2, 2, 2, 4))
     accumulate = 1 if kind == "pipeline" else chance.choice((1, 1, 2, 3))
-    mistake = chance.choice(MISTAKES[kind]) if chance.random() < 0.5 else ""
+    mistake = chance.choice(MISTAKES[kind]) if chance.random() < mistakes else ""
     return Spec(
         number, kind, ranks, chance.choice((1, 2)), chance.choice(sorted(OPTIMIZERS)), chance.choice((0.0, 0.0, 0.1)),
         max(accumulate, 2) if mistake == "last-pass-not-reduced" else accumulate, chance.random() < 0.2,
@@ -481,6 +481,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=sorted(MISTAKES), help="one kind of parallelism")
     parser.add_argument("--number", type=int, help="only the training with this number")
+    parser.add_argument("--mistakes", type=float, default=0.5, help="the share of wrong trainings, from 0 to 1")
     parser.add_argument("--least-named", type=float, default=0.0, help="of the caught mistakes, from 0 to 1")
     parser.add_argument("--json", type=Path, help="a file for the results")
     chosen = parser.parse_args(arguments)
@@ -488,7 +489,7 @@ def main(arguments: list[str]) -> int:
     results: list[Result] = []
     end, number = time.monotonic() + 60 * chosen.minutes, chosen.number or 0
     while time.monotonic() < end and (chosen.number is None or not results):
-        result = checked(draw(number, chosen.seed, chosen.only))
+        result = checked(draw(number, chosen.seed, chosen.only, chosen.mistakes))
         results.append(result)
         number += 1
         expected = result.is_accused and result.is_named if result.spec.mistake else result.answer.startswith("right")
