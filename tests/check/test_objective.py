@@ -54,6 +54,13 @@ CASES: list[tuple[Callable[[Tensor], Tensor], dict[str, Any]]] = [
     (lambda s: functional.kl_div(s, torch.ones(6, 4), reduction="batchmean"), {"terms": 6, "weight": 1.0}),
     (lambda s: functional.binary_cross_entropy_with_logits(s, torch.ones(6, 4)), {"terms": 24, "weight": 1.0}),
     (lambda s: functional.huber_loss(s, torch.zeros(6, 4)) * 0.5, {"terms": 24, "weight": 0.5}),
+    (
+        lambda s: nn.CTCLoss()(s.log_softmax(1).view(3, 2, 4), torch.tensor([1, 2, 3]), (3, 3), (2, 1)) / 2,
+        {"terms": 2, "weight": 0.5},
+    ),
+    (lambda s: functional.triplet_margin_loss(s, s.flip(1), s.detach() + 1), {"terms": 6, "weight": 1.0}),
+    (lambda s: functional.cosine_embedding_loss(s, s.flip(1), torch.ones(6)), {"terms": 6, "weight": 1.0}),
+    (lambda s: functional.gaussian_nll_loss(s, s.detach(), s.exp(), reduction="sum"), {"terms": 24, "weight": 24.0}),
 ]
 
 

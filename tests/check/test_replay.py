@@ -73,6 +73,17 @@ def test_the_exact_gradient_is_that_of_a_training_in_float64(name: str) -> None:
             assert float((gradients[ours] - theirs.grad).abs().max()) <= 1e-12 * scale
 
 
+def test_a_sparse_gradient_is_recomputed() -> None:
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Embedding(12, 8, sparse=True), nn.Linear(8, 4))
+    with recording() as recorded:
+        recorded.backward(model(torch.randint(0, 12, (4, 6))).pow(2).mean())
+        gradients, uncovered = recorded.total()
+    assert not uncovered
+    for one in model.parameters():
+        assert torch.allclose(gradients[one].float(), one.grad.to_dense(), rtol=1e-5, atol=1e-8)
+
+
 def _without_dropout(model: nn.Module) -> None:
     for one in model.modules():
         if isinstance(one, nn.Dropout):

@@ -305,7 +305,7 @@ def _received(wanted: list[tuple[nn.Parameter, nn.Parameter]], number: int, rece
         def hook(leaf: Tensor) -> None:
             gradient, leaf.grad = leaf.grad, None
             if gradient is not None:
-                receive(number, parameter, gradient)
+                receive(number, parameter, gradient.to_dense() if gradient.is_sparse else gradient)
 
         return hook
 

@@ -62,7 +62,7 @@ class DocumentObserver(Observer):
                     counted = one.call.counted
                     if one.call.reduction == "none" and one.cotangent is not None and counted is not None:
                         counted = counted & (one.cotangent != 0).reshape(counted.shape)
-                    attempt(self._count, layout, one.targets, counted)
+                    attempt(self._count, layout, one.call.targets, counted)
         return None
 
     def _count(self, layout: DocumentLayout, targets: Tensor, counted: Tensor | None) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from plumbline.check.evidence.training import Facts
-from plumbline.check.rank.observers.loss_functions import CLASSES, ELEMENTS, LossCall, describe
+from plumbline.check.rank.observers.loss_functions import ELEMENTS, FOLLOWED, LossCall, describe
 from plumbline.check.rank.observers.loss_terms import LossTerms, hides_a_mask, rows_among, samples_in, weights_of
 from plumbline.check.rank.observers.loss_weight import mean_weights
 from plumbline.check.rank.observers.row_hashes import digest, row_hashes
@@ -35,7 +35,6 @@ class _Call:
     """
 
     call: LossCall
-    targets: Tensor
     node: Any = None
     is_masked: bool = False
     arrived: list[Tensor] = field(default_factory=list)
@@ -74,7 +73,7 @@ class ObjectiveObserver(Observer):
 
     def install(self) -> None:
         """Wrap the loss functions, and the TorchScript compiler, which must not see these wrappers."""
-        originals = {name: getattr(functional, name) for name in (*CLASSES, *ELEMENTS)}
+        originals = {name: getattr(functional, name) for name in FOLLOWED}
         for name in originals:
             wrap(functional, name, self._around_loss)
         wrapped = {name: getattr(functional, name) for name in originals}
@@ -146,11 +145,7 @@ class ObjectiveObserver(Observer):
     def _follow(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         if type(result) is not Tensor or not result.requires_grad or not torch.is_grad_enabled():
             return
-        call = describe(original.__name__, original, args, kwargs)
-        targets = kwargs.get("target", args[1] if len(args) > 1 else None)
-        if not isinstance(targets, Tensor):
-            return
-        one = _Call(call, targets.detach(), result.grad_fn)
+        one = _Call(describe(original.__name__, original, args, kwargs), result.grad_fn)
         # On the result itself: a division of it in place must not lose the hook.
         result.register_hook(partial(_arrives, one.arrived))  # type: ignore[no-untyped-call]
         self._calls.append(one)
@@ -176,13 +171,13 @@ def _facts(one: _Call, rows: int | None) -> Facts:
         "terms": call.terms,
         "weight": _finite(float(weights.sum() * terms)),
         "even": weights.numel() == 0 or bool((weights == weights.reshape(-1)[0]).all()),
-        "targets": _digest(one.targets),
-        "own": {**_own_weights(call, cotangent.double(), one.targets, rows), "sure": not one.is_masked},
+        "targets": _digest(call.targets),
+        "own": {**_own_weights(call, cotangent.double(), rows), "sure": not one.is_masked},
         "dtype": str(cotangent.dtype).partition(".")[2],
     }
 
 
-def _own_weights(call: LossCall, cotangent: Tensor, targets: Tensor, rows: int | None) -> Facts:
+def _own_weights(call: LossCall, cotangent: Tensor, rows: int | None) -> Facts:
     """Return the weights of the terms. In an unreduced loss, terms with weight zero do not count."""
     if call.reduction == "none":
         own = rows_among(cotangent, rows)
@@ -190,7 +185,7 @@ def _own_weights(call: LossCall, cotangent: Tensor, targets: Tensor, rows: int |
             cotangent = cotangent * call.counted
         weights = cotangent if own is None else cotangent.reshape(own, -1)
         return weights_of((weights != 0).double(), weights, own)
-    own = rows_among(targets, rows)
+    own = rows_among(call.targets, rows)
     if call.counted is not None and call.terms == float(call.counted.sum()):
         counts = call.counted.double() if own is None else call.counted.double().reshape(own, -1).sum(1)
     elif call.counted is None and own is not None:
