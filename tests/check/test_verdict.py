@@ -157,11 +157,23 @@ def test_ranks_with_different_numbers_of_steps_are_named():
     ranks = [training(RIGHT, steps=steps).training.ranks[rank] for rank, steps in ((0, 4), (1, 2))]
     one = training(RIGHT)
     uneven = type(one)(type(one.training)(tuple(ranks)), one.findings, one.coverage)
-    (said,) = verdict_of(checked(uneven)).incidents
+    verdict = verdict_of(checked(uneven))
+    assert "judged in 2 steps on 2 ranks" in verdict.sentence
+    (said,) = verdict.incidents
     assert said == (
         "ranks took different numbers of steps: rank 1 recorded 2, rank 0 4; only the steps that all ranks took are "
         "judged"
     )
+
+
+def test_a_failure_after_some_ranks_stopped_is_perhaps_not_the_scripts():
+    ranks = [training(RIGHT, steps=steps).training.ranks[rank] for rank, steps in ((0, 4), (1, 3))]
+    one = training(RIGHT)
+    uneven = type(one)(type(one.training)(tuple(ranks)), one.findings, one.coverage)
+    verdict = verdict_of(checked(uneven, code=1, options=RecordingOptions(4, stop=True)))
+    assert verdict.answer is Answer.NOT_JUDGED
+    assert verdict.sentence.startswith("--stop ended some ranks before others took as many steps, and the command")
+    assert verdict.next_step.startswith("leave out `--stop`")
 
 
 def test_ranks_that_left_nothing_are_named():

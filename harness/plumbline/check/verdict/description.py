@@ -13,11 +13,11 @@ from plumbline.check.evidence.training import RecordedRank, RecordedTraining
 class Description:
     """Figures and names that describe a training. What no process recorded is left out.
 
-    ``steps`` is the largest number of steps that one optimizer took on one rank. ``passes`` is the smallest and the
-    largest number of backward passes in a step. ``optimizers`` has the class of each optimizer of the first rank.
-    ``precision`` has dtypes of parameters and autocast, and whether the loss was scaled. ``wrappers`` says how the
-    model is wrapped. ``steps_at`` is the file and line of the script that took the first step, None if a library took
-    it.
+    ``steps`` is the number of steps of the optimizer that took the most, on the rank that took the fewest. ``passes``
+    is the smallest and the largest number of backward passes in a step. ``optimizers`` has the class of each optimizer
+    of the first rank. ``precision`` has dtypes of parameters and autocast, and whether the loss was scaled.
+    ``wrappers`` says how the model is wrapped. ``steps_at`` is the file and line of the script that took the first
+    step, None if a library took it.
     """
 
     ranks: int
@@ -33,7 +33,7 @@ def describe(training: RecordedTraining) -> Description:
     passes = [len(step.passes) for rank in training.ranks for step in rank.steps]
     return Description(
         training.world_size,
-        max((most_steps(rank) for rank in training.ranks), default=0),
+        min((most_steps(rank) for rank in training.ranks if rank.steps), default=0),
         (min(passes, default=0), max(passes, default=0)),
         tuple(_optimizers(training.ranks[0])),
         tuple(dict.fromkeys(_precision(training))),

@@ -8,6 +8,9 @@ from typing import Final
 from plumbline.check.judge.script_checks import CheckedTraining
 
 NEXT_STEPS: Final[Mapping[str, str]] = {
+    "--stop ended some ranks before others": (
+        "leave out `--stop`; if the command still fails, fix the error that it raises without Plumbline"
+    ),
     "the command failed": "run the command without Plumbline, and fix the error that it raises",
     "the script failed": "run the command without Plumbline, and fix the error that it raises",
     "creates no torch.optim.Optimizer": "train with an optimizer of `torch.optim`, or a class derived from it",

@@ -16,6 +16,8 @@ MEMORY = (
     "one of another command"
 )
 
+_STOPPED_EARLY = "--stop ended some ranks before others took as many steps"
+
 KEPT_OUT = "a container, a cleared environment, or Python's -I, -E or -S may keep it out"
 ELSEWHERE = "and pass PYTHONPATH and PLUMBLINE_CHECK on to every process that trains"
 
@@ -77,8 +79,15 @@ def early_end(checked: CheckedCommand) -> str:
         return f"the command was ended {_by(checked)}, after {in_words(checked.end.seconds, 's')}"
     if checked.end.has_failed:
         early = [one for one in checked.processes if one.raised or (one.torch and not one.ended)]
-        return f"the command failed: {checked.end.in_words}{_reason(early)}"
+        failed = f"the command failed: {checked.end.in_words}{_reason(early)}"
+        return f"{_STOPPED_EARLY}, and {failed}" if _left_ranks_behind(checked) else failed
     return ""
+
+
+def _left_ranks_behind(checked: CheckedCommand) -> bool:
+    """Return whether ranks that had recorded all steps may have ended while others still needed them."""
+    counts = {len(rank.steps) for one in checked.trainings for rank in one.training.ranks}
+    return checked.options.stop and len(counts) > 1 and max(counts) >= checked.options.steps
 
 
 def _before_torch(checked: CheckedCommand, early: Sequence[PythonProcess]) -> str:
