@@ -10,7 +10,7 @@ import pytest
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("seed", "number"), [(0, 6), (0, 7), (0, 9), (0, 13), (0, 41), (0, 50), (0, 61), (0, 77), (1, 44)]
+    ("seed", "number"), [(0, 6), (0, 7), (0, 9), (0, 13), (0, 41), (0, 50), (0, 61), (0, 77), (1, 44), (401, 38)]
 )
 def test_a_mistake_is_caught_and_named(seed: int, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "ci")

@@ -374,7 +374,7 @@ def _is_changed(training: RecordedTraining, index: int | None) -> bool:
 
 
 def _is_exchanged(training: RecordedTraining, arrived: Sequence[ReceivedGradient], wrong: JointGradient) -> bool:
-    """Return whether the script at most exchanged a gradient between ranks."""
+    """Return whether the script at most exchanged a gradient between ranks, or divided it by their number."""
     own = [
         ReceivedGradient(index, rank.rank, {rank.rank: step})
         for rank in training.ranks
@@ -386,8 +386,8 @@ def _is_exchanged(training: RecordedTraining, arrived: Sequence[ReceivedGradient
         for case in (one for one in cases if one.rank == rank):
             for number, parameter in enumerate(case.parameters):
                 if parameter.name == wrong.name and bool(case.compared[number]):
-                    summed = scaled(case.world)
-                    fits |= any(float(case.errors(one)[0][number]) <= PROJECTION_MARGIN for one in (RIGHT, summed))
+                    expected = (RIGHT, scaled(case.world), scaled(case.world / training.world_size))
+                    fits |= any(float(case.errors(one)[0][number]) <= PROJECTION_MARGIN for one in expected)
         if not fits:
             return False
     return True
