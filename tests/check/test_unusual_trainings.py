@@ -443,6 +443,43 @@ def test_gradients_that_change_after_they_were_clipped_are_not_judged(plumbline,
         checked.assert_right()
 
 
+def centralised(model):
+    for one in model.parameters():
+        one.grad -= one.grad.mean()
+
+
+def with_noise_of_its_own_on_each_rank(model):
+    noise = torch.Generator().manual_seed(dist.get_rank())
+    for one in model.parameters():
+        one.grad += 0.1 * torch.randn(one.grad.shape, generator=noise)
+
+
+def reduced_and(edit):
+    def train():
+        model = DistributedDataParallel(small())
+        torch.manual_seed(dist.get_rank())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model).backward()
+            edit(model)
+            optimizer.step()
+
+    return train
+
+
+def test_gradients_that_were_right_before_the_script_changed_them_are_told(plumbline):
+    checked = plumbline.check(reduced_and(centralised), ranks=2, steps=STEPS)
+    checked.assert_right(require_full=True)
+    assert "after the last backward pass, which left the right ones. This change" in " ".join(str(checked).split())
+
+
+def test_a_change_of_reduced_gradients_that_differs_between_ranks_is_found(plumbline):
+    checked = plumbline.check(reduced_and(with_noise_of_its_own_on_each_rank), ranks=2, steps=STEPS)
+    with pytest.raises(AssertionError, match="wrong: gradients: changed differently on ranks"):
+        checked.assert_right()
+
+
 def averaged(model):
     for one in model.parameters():
         dist.all_reduce(one.grad)

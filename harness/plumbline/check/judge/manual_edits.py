@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
 
 from plumbline.check.evidence.training import RecordedTraining
 from plumbline.check.judge.clipped_masters import are_one, master_steps, scale_at_clipping
 from plumbline.check.judge.clipping_calls import is_limit_unscaled
 from plumbline.check.judge.loss_scales import division
-from plumbline.check.judge.noted import information, not_judged
+from plumbline.check.judge.noted import headline_note, information, not_judged
 from plumbline.check.judge.precision_used import OBSERVER as PRECISION
 from plumbline.check.judge.rank_weights import ranks_begin_apart, weights_are_made_equal
 from plumbline.check.judge.received_gradient import Fit, ReceivedGradient
@@ -18,7 +19,7 @@ from plumbline.check.judge.step_objective import NEAR, step_objectives
 from plumbline.check.judge.unreduced import MADE_EQUAL, ranks_hold_one_model, separate_adapters
 from plumbline.core.finding import Finding, is_unexplained
 from plumbline.core.numbers import scale_text
-from plumbline.judge.findings import with_hint
+from plumbline.judge.findings import failed_with_hint, with_hint
 from plumbline.judge.mistakes.case import RIGHT
 from plumbline.report.text import listed
 
@@ -81,7 +82,10 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
         return finding
     is_multiple = is_one_multiple(wrong)
     if is_unexplained(finding) and not is_multiple:
-        how = "after it clips them" if any(case.step.replaced is not None for case in wrong) else "with its own code"
+        is_clipped = any(case.step.replaced is not None for case in wrong)
+        if not is_clipped and (told := _about_gradients_before_edits(check, wrong, training)) is not None:
+            return told
+        how = "after it clips them" if is_clipped else "with its own code"
         why = f"the script changes gradients {how}, and the result matches no known combination of the ranks' gradients"
         return not_judged(check, why, step)
     if finding.cause == "some-zero":
@@ -110,6 +114,52 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
         "whether its loss requires that",
         step,
     )
+
+
+def _about_gradients_before_edits(
+    check: str, wrong: Sequence[ReceivedGradient], training: RecordedTraining
+) -> Finding | None:
+    """Return a note if the backward passes left the right gradients, at each step for which that is known.
+
+    It is unknown for the first step that the script changes. If ranks changed the same gradients differently, that is a
+    failure, unless the script makes their weights equal between steps.
+    """
+    first = min(case.index for case in wrong)
+    cases = [case for case in wrong if case.index > first and case.step.left is not None]
+    if not cases or len(cases) < sum(case.index > first for case in wrong):
+        return None
+    left = map(_as_left, cases)
+    if not all(case.fit(RIGHT).holds and bool(case.compared.any()) for case in left):
+        return None
+    apart = next(
+        (one for one, other in combinations(cases, 2) if one.index == other.index and _differ(one, other)), None
+    )
+    if apart is not None and weights_are_made_equal(training):
+        return None
+    if apart is not None:
+        return failed_with_hint(
+            check,
+            "the backward passes left the right gradients, but the script then changes them differently on each rank",
+            "let the change depend only on what is equal on all ranks, such as the reduced gradients and the weights; "
+            "draw random numbers for it from a generator with the same seed on each rank",
+            cause="changed-differently-on-ranks",
+            family="sync",
+            step=apart.step.number,
+        )
+    return headline_note(
+        check,
+        "The script changes gradients with its own code after the last backward pass, which left the right ones. This "
+        "change was not judged.",
+    )
+
+
+def _differ(one: ReceivedGradient, other: ReceivedGradient) -> bool:
+    return float((one.received - other.received).norm()) > SAME_LENGTH * float(one.received.norm())
+
+
+def _as_left(case: ReceivedGradient) -> ReceivedGradient:
+    step = replace(case.step, unclipped=case.step.left)
+    return replace(case, ranks={**case.ranks, case.rank: step}, free_factor=False)
 
 
 def is_one_multiple(wrong: Sequence[ReceivedGradient]) -> bool:

@@ -53,7 +53,7 @@ class EvidenceWriter:
         Raises:
             OSError: the file cannot be written.
         """
-        vectors = {"received": step.received, "unclipped": step.unclipped, "replaced": step.replaced}
+        vectors = {"received": step.received, "unclipped": step.unclipped, "replaced": step.replaced, "left": step.left}
         tensors = {name: vector for name, vector in vectors.items() if vector is not None}
         values = {
             "rank": rank,

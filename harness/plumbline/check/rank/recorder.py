@@ -91,6 +91,7 @@ class TrainingRecorder:
         )
         loss_scale.on_skipped = lambda optimizer: self._errors.keep(lambda: self._skip(optimizer))
         clipping.on_clipping, clipping.on_clipped = self._unclipped.note, self._unclipped.note_clipped
+        clipping.on_edited = self._unclipped.keep_left
         joint.multiplied_by_hand = clipping.multiplied_by_hand
         joint.is_tied = next((one.is_tied for one in others if isinstance(one, TieObserver)), joint.is_tied)
         self._recording = False
@@ -317,6 +318,7 @@ class TrainingRecorder:
             norm=math.hypot(*stepped.norms),
             unclipped=stepped.unclipped,
             replaced=stepped.replaced,
+            left=stepped.left,
         )
 
     def _own(self, optimizer: Optimizer, *, accumulated: bool) -> SteppedParameters:
@@ -326,13 +328,14 @@ class TrainingRecorder:
             received(optimizer, one, whole.get(id(one), one.grad), sampled=self._sample.has(one)) for one in parameters
         ]
         gradients, norms = [one for one, _ in found], [norm for _, norm in found]
-        unclipped, replaced = self._unclipped.vectors(parameters, gradients, units)
+        unclipped, replaced, left = self._unclipped.vectors(parameters, gradients, units)
         return SteppedParameters(
             recorded_parameters(optimizer, self._names, self._sample, accumulated=accumulated),
             gradients,
             norms,
             unclipped,
             replaced,
+            left,
             lambda one: vector(one, parameters, self._sample),
         )
 
@@ -342,7 +345,9 @@ class TrainingRecorder:
         gradients, norms = [one for one, _ in found], [norm for _, norm in found]
         unclipped = layout.unclipped(self._unclipped.whole, gradients)
         facts = {"masters": layout.facts(found, self._layouts.stale_before(number, layout))}
-        return SteppedParameters(layout.recorded(optimizer), gradients, norms, unclipped, None, layout.vector, facts)
+        return SteppedParameters(
+            layout.recorded(optimizer), gradients, norms, unclipped, None, None, layout.vector, facts
+        )
 
     def _complete(self, optimizer: Optimizer, *, skipped: bool) -> None:
         self._optimizers.end(optimizer)
@@ -404,6 +409,7 @@ class SteppedParameters:
     norms: Sequence[float]
     unclipped: Tensor | None
     replaced: Tensor | None
+    left: Tensor | None
     vector: Callable[[ArrivedGradients], BackwardPass]
     facts: Facts = field(default_factory=dict)
 

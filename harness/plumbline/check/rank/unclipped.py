@@ -1,4 +1,4 @@
-"""Gradients as they were before a function clipped them."""
+"""Gradients as they were before a function clipped them, or before the script changed them with its own code."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from plumbline.recording.observer import Observer
 from plumbline.recording.parameter_names import ParameterNames
 from plumbline.recording.parameters import parameters_of
 from plumbline.recording.pause import paused
+from plumbline.recording.sharding import is_shard
 
 _ROUNDINGS = 8
 
@@ -44,6 +45,8 @@ class UnclippedGradients(Observer):
         self._after: dict[int, Tensor] = {}
         self.whole: dict[int, Tensor] = {}
         self._shards: dict[int, Tensor] = {}
+        self._left: dict[int, Tensor] = {}
+        self._keeps_left = False
 
     def note(self, parameters: Sequence[Tensor]) -> None:
         """Record gradients before they are clipped."""
@@ -61,6 +64,13 @@ class UnclippedGradients(Observer):
                     self._before[id(one)] = kept(one.grad) / scales.get(id(one), 1.0)
                     if id(one) in other:
                         self.whole[id(one)] = one.grad.detach() / scales[id(one)]
+
+    def keep_left(self) -> None:
+        """From now on, also keep what each backward pass leaves.
+
+        That takes time, and is of use only if the script changes gradients itself.
+        """
+        self._keeps_left = True
 
     def note_clipped(self, parameters: Sequence[Tensor]) -> None:
         """Record the same gradients after they were clipped."""
@@ -92,8 +102,8 @@ class UnclippedGradients(Observer):
 
     def vectors(
         self, parameters: Sequence[Tensor], received: Sequence[Tensor], units: Sequence[FlatUnit]
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Return ``unclipped`` and ``replaced`` of a ``RecordedStep``.
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return ``unclipped``, ``replaced`` and ``left`` of a ``RecordedStep``.
 
         If the script has multiplied all gradients by one factor since clipping, ``unclipped`` includes this factor.
         Gradients in flat ``units`` are gathered, so all ranks have to call this.
@@ -115,7 +125,7 @@ class UnclippedGradients(Observer):
                 return None
             return torch.cat([by_id.get(id(one), given) for one, given in zip(parameters, received, strict=True)])
 
-        return vector(known), vector(replaced)
+        return vector(known), vector(replaced), vector(self._left)
 
     def _of_flat(self, units: Sequence[FlatUnit]) -> dict[int, Tensor]:
         clipped = [unit for unit in units if unit.any(any(id(one) in self._shards for one in unit.parameters))]
@@ -125,13 +135,27 @@ class UnclippedGradients(Observer):
 
     def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
         """Forget the gradients, which the pass changes."""
-        for notes in (self._before, self._after, self.whole, self._shards):
+        for notes in self._notes:
             notes.clear()
+
+    def backward_ends(self, number: int) -> Facts | None:
+        """Keep what the pass left of gradients that this rank holds whole, if that was asked for."""
+        if self._keeps_left and self.recording:
+            scales = self._scales()
+            with torch.no_grad(), paused():
+                for one in (each for optimizer in self._optimizers for each in parameters_of(optimizer)):
+                    if one.grad is not None and self._sample.has(one) and not is_shard(one) and part_of(one) is None:
+                        self._left[id(one)] = kept(one.grad) / scales[id(one)]
+        return None
+
+    @property
+    def _notes(self) -> Sequence[dict[int, Tensor]]:
+        return self._before, self._after, self.whole, self._shards, self._left
 
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
         """Forget the gradients of a step that was taken."""
         for one in parameters_of(optimizer):
-            for notes in (self._before, self._after, self.whole, self._shards):
+            for notes in self._notes:
                 notes.pop(id(one), None)
         return None
 

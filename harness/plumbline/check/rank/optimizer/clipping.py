@@ -41,7 +41,8 @@ _FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"
 class ClippingObserver(WrappingObserver):
     """Wraps the clipping functions of torch.nn.utils, which the methods of Accelerate, Fabric and Lightning call.
 
-    ``on_clipping`` is called with the parameters before their gradients change, ``on_clipped`` after that.
+    ``on_clipping`` is called with the parameters before their gradients change, ``on_clipped`` after that, and
+    ``on_edited`` before a step whose gradients the script has changed otherwise than by one factor.
 
     Facts of a step: ``of``: how many parameters had a gradient; ``roundings``: the relative size of a change that
     counts as rounding. ``by_hand``: None if the script itself did not change gradients between the last backward pass
@@ -67,6 +68,7 @@ class ClippingObserver(WrappingObserver):
         super().__init__()
         self.on_clipping: Callable[[Sequence[Tensor]], None] = lambda parameters: None
         self.on_clipped: Callable[[Sequence[Tensor]], None] = lambda parameters: None
+        self.on_edited: Callable[[], None] = lambda: None
         self._loss_scale = loss_scale
         loss_scale.on_unscaling = self._is_unscaled
         self._optimizers: WeakSet[Optimizer] = WeakSet()
@@ -120,8 +122,11 @@ class ClippingObserver(WrappingObserver):
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Find the factor by which the script itself multiplied gradients."""
+        by_hand = self._changes_by_hand(optimizer)
+        if "factor" in by_hand and by_hand["factor"] is None:
+            self.on_edited()
         self._changes[id(optimizer)] = {
-            "by_hand": self._changes_by_hand(optimizer) or None,
+            "by_hand": by_hand or None,
             "while_scaled": self._while_scaled.pop(id(optimizer), None),
             "edited": self._is_edited(optimizer),
         }
