@@ -454,6 +454,11 @@ def with_noise_of_its_own_on_each_rank(model):
         one.grad += 0.1 * torch.randn(one.grad.shape, generator=noise)
 
 
+def multiplied_by_a_number_of_each_rank(model):
+    for one in model.parameters():
+        one.grad *= 1 - 0.1 * dist.get_rank()
+
+
 def reduced_and(edit):
     def train():
         model = DistributedDataParallel(small())
@@ -474,9 +479,41 @@ def test_gradients_that_were_right_before_the_script_changed_them_are_told(plumb
     assert "after the last backward pass, which left the right ones. This change" in " ".join(str(checked).split())
 
 
-def test_a_change_of_reduced_gradients_that_differs_between_ranks_is_found(plumbline):
-    checked = plumbline.check(reduced_and(with_noise_of_its_own_on_each_rank), ranks=2, steps=STEPS)
+@pytest.mark.parametrize("edit", [with_noise_of_its_own_on_each_rank, multiplied_by_a_number_of_each_rank])
+def test_a_change_of_reduced_gradients_that_differs_between_ranks_is_found(plumbline, edit):
+    checked = plumbline.check(reduced_and(edit), ranks=2, steps=STEPS)
     with pytest.raises(AssertionError, match="wrong: gradients: changed differently on ranks"):
+        checked.assert_right()
+
+
+def rounded_on_the_way(divisor):
+    """Return a communication hook that sums gradients in float16."""
+
+    def compress(state, bucket):
+        small = (bucket.buffer() / divisor).half()
+        future = dist.all_reduce(small, async_op=True).get_future()
+        return future.then(lambda done: bucket.buffer().copy_(done.value()[0]))
+
+    return compress
+
+
+@pytest.mark.parametrize("divisor", [2, 1], ids=["mean", "sum"])
+def test_a_hook_of_the_scripts_own_may_round_to_16_bits(plumbline, divisor):
+    def train():
+        model = DistributedDataParallel(small())
+        model.register_comm_hook(None, rounded_on_the_way(divisor))
+        torch.manual_seed(dist.get_rank())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model).backward()
+            optimizer.step()
+
+    checked = plumbline.check(train, ranks=2, steps=STEPS)
+    if divisor == 2:
+        checked.assert_right(require_full=True)
+        return
+    with pytest.raises(AssertionError, match="wrong: gradients: summed over ranks"):
         checked.assert_right()
 
 

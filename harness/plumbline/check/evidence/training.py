@@ -105,7 +105,7 @@ class RecordedStep:
     ``norm`` is the exact norm of these gradients. ``unclipped`` is the vector after the last backward pass and before a
     clipping function changed it; None if none did. ``replaced`` is what a clipping function left, if the script then
     changed it by more than one factor; ``unclipped`` is None in this case. ``left`` is what the last backward pass
-    left; it is recorded after a step whose gradients the script changed otherwise than by one factor.
+    left; it is recorded after a step whose gradients the script changed itself.
     ``passes`` has the backward passes since the optimizer's previous step that belong to this step. ``other_passes``
     has those that left gradients in its parameters, but belong to another optimizer's step. ``skipped``: the GradScaler
     skipped the step. ``facts`` has what observers noted.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from plumbline.check.evidence.training import RecordedStep, RecordedTraining
@@ -91,12 +91,30 @@ def received_gradients(training: RecordedTraining) -> list[ReceivedGradient]:
     return [case for case, _ in _received_gradients(training)]
 
 
-def _received_gradients(
-    training: RecordedTraining,
+def _received_gradients(training: RecordedTraining) -> list[tuple[ReceivedGradient, Mapping[int, RecordedStep]]]:
+    """Return every received gradient, with the steps of all ranks.
+
+    The format to which a communication hook rounds gradients is known from the hook's name, or else from the gradients:
+    it is the finest one in which they are right up to a factor.
+    """
+    hooks = [name for rank in training.ranks for name in rank.facts.get("precision", {}).get("hooks", ())]
+    formats = _formats(hooks)
+    found = (list(_received_through(training, one)) for one in formats)
+    first = next(found)
+    if len(formats) == 1:
+        return first
+    return next((cases for cases in (first, *found) if all(map(_is_a_multiple, cases))), first)
+
+
+def _is_a_multiple(received: tuple[ReceivedGradient, Mapping[int, RecordedStep]]) -> bool:
+    return replace(received[0], free_factor=True).fit(RIGHT).holds
+
+
+def _received_through(
+    training: RecordedTraining, hook_format: str
 ) -> Iterator[tuple[ReceivedGradient, Mapping[int, RecordedStep]]]:
     previous: dict[tuple[int, int], ReceivedGradient] = {}
     held_in_parts = model_parts(training)
-    hook_format = _hook_format(training)
     windows, divisor = _windows(training), requested_divisor(training)
     for index in range(min((len(rank.steps) for rank in training.ranks), default=0)):
         recorded = training.at(index)
@@ -148,11 +166,12 @@ def requested_divisor(training: RecordedTraining) -> float | None:
     return divisors.pop() * training.world_size if len(divisors) == 1 else None
 
 
-def _hook_format(training: RecordedTraining) -> str:
-    hooks = [name for rank in training.ranks for name in rank.facts.get("precision", {}).get("hooks", ())]
-    if any("bf16" in name for name in hooks):
-        return "bfloat16"
-    return "float16" if any("fp16" in name for name in hooks) else ""
+def _formats(hooks: Sequence[str]) -> Sequence[str]:
+    """Return the formats to which communication hooks with these names may round gradients, "" for none."""
+    for part, name in (("bf16", "bfloat16"), ("fp16", "float16")):
+        if any(part in hook for hook in hooks):
+            return (name,)
+    return ("", "float16", "bfloat16") if hooks else ("",)
 
 
 def _why_unjudged(case: ReceivedGradient, recorded: Mapping[int, RecordedStep]) -> str:

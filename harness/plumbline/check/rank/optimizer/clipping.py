@@ -42,7 +42,7 @@ class ClippingObserver(WrappingObserver):
     """Wraps the clipping functions of torch.nn.utils, which the methods of Accelerate, Fabric and Lightning call.
 
     ``on_clipping`` is called with the parameters before their gradients change, ``on_clipped`` after that, and
-    ``on_edited`` before a step whose gradients the script has changed otherwise than by one factor.
+    ``on_edited`` before a step whose gradients the script has changed itself.
 
     Facts of a step: ``of``: how many parameters had a gradient; ``roundings``: the relative size of a change that
     counts as rounding. ``by_hand``: None if the script itself did not change gradients between the last backward pass
@@ -123,7 +123,7 @@ class ClippingObserver(WrappingObserver):
     def before_step(self, optimizer: Optimizer) -> None:
         """Find the factor by which the script itself multiplied gradients."""
         by_hand = self._changes_by_hand(optimizer)
-        if "factor" in by_hand and by_hand["factor"] is None:
+        if by_hand:
             self.on_edited()
         self._changes[id(optimizer)] = {
             "by_hand": by_hand or None,
