@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import combinations
 
-from plumbline.check.evidence.training import RecordedTraining
+from plumbline.check.evidence.training import RecordedStep, RecordedTraining
 from plumbline.check.judge.clipped_masters import are_one, master_steps, scale_at_clipping
 from plumbline.check.judge.clipping_calls import is_limit_unscaled
 from plumbline.check.judge.loss_scales import division
@@ -80,11 +79,18 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
         return told
     if not any(map(_is_changed, wrong)):
         return finding
+    was_right = _were_right_before_edits(wrong)
+    if was_right and not weights_are_made_equal(training) and (apart := _changed_apart(check, wrong)) is not None:
+        return apart
     is_multiple = is_one_multiple(wrong)
     if is_unexplained(finding) and not is_multiple:
         is_clipped = any(case.step.replaced is not None for case in wrong)
-        if not is_clipped and (told := _about_gradients_before_edits(check, wrong, training)) is not None:
-            return told
+        if was_right and not is_clipped:
+            return headline_note(
+                check,
+                "The script changes gradients with its own code after the last backward pass, which left the right "
+                "ones. This change was not judged.",
+            )
         how = "after it clips them" if is_clipped else "with its own code"
         why = f"the script changes gradients {how}, and the result matches no known combination of the ranks' gradients"
         return not_judged(check, why, step)
@@ -116,45 +122,41 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
     )
 
 
-def _about_gradients_before_edits(
-    check: str, wrong: Sequence[ReceivedGradient], training: RecordedTraining
-) -> Finding | None:
-    """Return a note if the backward passes left the right gradients, at each step for which that is known.
+def _were_right_before_edits(wrong: Sequence[ReceivedGradient]) -> bool:
+    """Return whether the backward passes left the right gradients, at each step for which that is known.
 
-    It is unknown for the first step that the script changes. If ranks changed the same gradients differently, that is a
-    failure, unless the script makes their weights equal between steps.
+    It is unknown for the first step that the script changes.
     """
+    later = _later(wrong)
+    known = [_as_left(case) for case in later if case.step.left is not None]
+    return len(later) == len(known) > 0 and all(case.fit(RIGHT).holds and bool(case.compared.any()) for case in known)
+
+
+def _changed_apart(check: str, wrong: Sequence[ReceivedGradient]) -> Finding | None:
+    """Return the failure where ranks change equal gradients differently, None if they change them alike."""
+    for case in _later(wrong):
+        if any(_differ(case.step, other) for other in case.ranks.values()):
+            return failed_with_hint(
+                check,
+                "the backward passes left the right gradients, but the script then changes them differently on each "
+                "rank",
+                "let the change depend only on what is equal on all ranks, such as the reduced gradients and the "
+                "weights; draw random numbers for it from a generator with the same seed on each rank",
+                cause="changed-differently-on-ranks",
+                family="sync",
+                step=case.step.number,
+            )
+    return None
+
+
+def _later(wrong: Sequence[ReceivedGradient]) -> list[ReceivedGradient]:
     first = min(case.index for case in wrong)
-    cases = [case for case in wrong if case.index > first and case.step.left is not None]
-    if not cases or len(cases) < sum(case.index > first for case in wrong):
-        return None
-    left = map(_as_left, cases)
-    if not all(case.fit(RIGHT).holds and bool(case.compared.any()) for case in left):
-        return None
-    apart = next(
-        (one for one, other in combinations(cases, 2) if one.index == other.index and _differ(one, other)), None
-    )
-    if apart is not None and weights_are_made_equal(training):
-        return None
-    if apart is not None:
-        return failed_with_hint(
-            check,
-            "the backward passes left the right gradients, but the script then changes them differently on each rank",
-            "let the change depend only on what is equal on all ranks, such as the reduced gradients and the weights; "
-            "draw random numbers for it from a generator with the same seed on each rank",
-            cause="changed-differently-on-ranks",
-            family="sync",
-            step=apart.step.number,
-        )
-    return headline_note(
-        check,
-        "The script changes gradients with its own code after the last backward pass, which left the right ones. This "
-        "change was not judged.",
-    )
+    return [case for case in wrong if case.index > first]
 
 
-def _differ(one: ReceivedGradient, other: ReceivedGradient) -> bool:
-    return float((one.received - other.received).norm()) > SAME_LENGTH * float(one.received.norm())
+def _differ(one: RecordedStep, other: RecordedStep) -> bool:
+    ours, theirs = one.received.nan_to_num(), other.received.nan_to_num()
+    return ours.shape == theirs.shape and float((ours - theirs).norm()) > SAME_LENGTH * float(ours.norm())
 
 
 def _as_left(case: ReceivedGradient) -> ReceivedGradient:
