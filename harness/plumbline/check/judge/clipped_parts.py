@@ -165,13 +165,21 @@ def clipped_by_another_norm(training: RecordedTraining) -> Finding | None:
 
 
 def _are_by_one_norm(calls: Sequence[Facts]) -> bool:
-    """Return whether calls clip to one limit by one norm. Each of several calls may clip one parameter."""
+    """Return whether calls clip to one limit by one norm. Each of several calls may clip one parameter.
+
+    Several calls with norms that are DTensors, whose values are not known, may each compute the norm of their own part.
+    """
     first = calls[0]
-    return first["norm_type"] == 2.0 and all(
-        call["kind"] == "norm"
-        and 0 < call["limit"] < math.inf
-        and (call["limit"], call["norm_type"], call["returned"]) == (first["limit"], 2.0, first["returned"])
-        for call in calls
+    is_one = len(calls) == 1 or first["returned"] is not None
+    return (
+        is_one
+        and first["norm_type"] == 2.0
+        and all(
+            call["kind"] == "norm"
+            and 0 < call["limit"] < math.inf
+            and (call["limit"], call["norm_type"], call["returned"]) == (first["limit"], 2.0, first["returned"])
+            for call in calls
+        )
     )
 
 

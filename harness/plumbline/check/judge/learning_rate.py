@@ -1,4 +1,4 @@
-"""Checks that all ranks of a script step with the same learning rates, and notes what is unusual."""
+"""Checks that all ranks of a script step with the same learning rates and settings, and notes what is unusual."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from functools import partial
 from itertools import pairwise
 
 from plumbline.check.evidence.training import RecordedTraining
-from plumbline.check.judge.noted import ObserverFacts, failed_observers, information, noted
+from plumbline.check.judge.noted import ObserverFacts, failed_observers, information, noted, side_by_side
 from plumbline.check.judge.rank_weights import ranks_begin_apart
 from plumbline.core.finding import Finding
 from plumbline.evidence.training_record import StepRecord, step_copies
 from plumbline.judge.causes.learning_rate import PRECISION, LearningRateCase
 from plumbline.judge.checks.learning_rate import CHECK, moved_with_every_pass, wrong_rates
-from plumbline.judge.findings import passed
+from plumbline.judge.findings import failed_with_hint, passed
 from plumbline.report.text import listed
 
 OBSERVER = "learning-rate"
@@ -32,6 +32,7 @@ def judge_learning_rate(training: RecordedTraining) -> Iterator[Finding]:
         are_compared = all(
             len(_rates_of_the_first_rank(ranks)) == training.world_size - 1 for ranks in training.steps_side_by_side
         )
+        different = different or _other_settings(training)
     found = [finding for finding in (different, moved_with_every_pass(training)) if finding is not None]
     yield from found
     yield from failed_observers(training, OBSERVER, CHECK)
@@ -50,6 +51,36 @@ def _rates_of_the_first_rank(ranks: Mapping[int, StepRecord]) -> Mapping[int, Se
     rates = first.learning_rates
     alike = (one for one in others if step_copies((first, one)) and len(one.learning_rates) == len(rates))
     return {one.rank: rates for one in alike if all(map(math.isfinite, (*rates, *one.learning_rates)))}
+
+
+def _other_settings(training: RecordedTraining) -> Finding | None:
+    """Return the failure where copies or shards of one parameter are updated with different settings."""
+    for ranks in side_by_side(training, OBSERVER):
+        first, *others = ranks.values()
+        for other in others:
+            pairs = zip(first.facts.get("settings", ()), other.facts.get("settings", ()), strict=False)
+            names = (name for ours, theirs in pairs for name in ours if ours[name] != theirs.get(name, ours[name]))
+            if step_copies((first, other)) and (name := next(names, None)) is not None:
+                return _differs(name, first, other)
+    return None
+
+
+def _differs(name: str, first: ObserverFacts, other: ObserverFacts) -> Finding:
+    values = (
+        listed(dict.fromkeys(listed(f"{one:g}" for one in group[name]) for group in each.facts["settings"]))
+        for each in (first, other)
+    )
+    ours, theirs = values
+    return failed_with_hint(
+        CHECK,
+        f"{name} of the optimizer is {ours} on rank {first.rank}, but {theirs} on rank {other.rank}, although both "
+        "update copies or shards of the same parameters",
+        "give the optimizer the same settings on all ranks",
+        cause="settings-differ-between-ranks",
+        family="optimizer",
+        step=first.step.number,
+        rank=other.rank,
+    )
 
 
 def _notable(training: RecordedTraining) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Notes the learning rates of each optimizer step, and when learning-rate schedulers step."""
+"""Notes the learning rates and other settings of each optimizer step, and when learning-rate schedulers step."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from plumbline.check.evidence.training import Facts
 from plumbline.check.rank.optimizer.wrapped import WrappingObserver
 from plumbline.recording.patching import wrap_overrides
 
+_NOT_ARITHMETIC = frozenset({"lr", "foreach", "fused", "capturable", "differentiable"})
+
 
 class LearningRate(WrappingObserver):
     """Wraps the ``step`` of every scheduler.
 
-    Facts of a step: ``rates`` of the parameter groups that have one; ``schedulers``: how many the optimizer has;
+    Facts of a step: ``rates`` of the parameter groups that have one; ``settings``: the other numbers that each group
+    has for an argument of the optimizer, by name; ``schedulers``: how many the optimizer has;
     ``schedule``: for each scheduler step since the optimizer's last step, the number of the latest backward pass at
     that time, and whether the optimizer had not stepped since that pass began.
     """
@@ -56,6 +59,7 @@ class LearningRate(WrappingObserver):
         self._stepped.add(optimizer)
         return {
             "rates": [float(rate) for group in optimizer.param_groups if (rate := group.get("lr")) is not None],
+            "settings": [_settings(group, optimizer.defaults) for group in optimizer.param_groups],
             "schedulers": len(self._schedulers.get(optimizer, ())),
             "schedule": [list(call) for call in self._calls.pop(optimizer, [])],
         }
@@ -82,3 +86,13 @@ class LearningRate(WrappingObserver):
                     optimizer = getattr(scheduler, "optimizer", None)
                     if isinstance(optimizer, Optimizer):
                         self._calls.setdefault(optimizer, []).append((self._pass, optimizer not in self._stepped))
+
+
+def _settings(group: dict[str, Any], defaults: dict[str, Any]) -> Facts:
+    found: Facts = {}
+    for name in sorted(group.keys() & defaults.keys() - _NOT_ARITHMETIC):
+        value = group[name]
+        numbers = list(value) if isinstance(value, (tuple, list)) else [value]
+        if all(isinstance(one, (bool, int, float)) for one in numbers):
+            found[name] = [float(one) for one in numbers]
+    return found
