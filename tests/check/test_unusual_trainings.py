@@ -9,9 +9,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
 
 STEPS = 3
 
@@ -744,3 +746,55 @@ def test_gradients_of_local_sgd_are_judged_until_ranks_step_alone(plumbline, fir
     else:
         with pytest.raises(AssertionError, match="local SGD"):
             checked.assert_right()
+
+
+@pytest.mark.parametrize(("batches", "is_wrong"), [(5, False), (4, True)])
+def test_a_schedule_of_as_many_steps_as_epochs_have_batches_may_count_them(plumbline, batches, is_wrong):
+    def train():
+        model = small()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
+        rows = DataLoader(TensorDataset(torch.randn(batches, 6), torch.randint(3, (batches,))), batch_size=1)
+        for _ in range(2):
+            for number, (inputs, targets) in enumerate(rows):
+                (cross_entropy(model(inputs), targets) / 2).backward()
+                if number % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                schedule.step()
+
+    said = str(plumbline.check(train, ranks=1, steps=STEPS))
+    assert ("schedule stepped every micro batch" in said) == is_wrong
+    assert ("that may be intended" in " ".join(said.split())) != is_wrong
+
+
+def test_parameters_that_are_clipped_one_by_one_are_right_as_shards(plumbline):
+    def train():
+        model = small()
+        for layer in (model[0], model[2], model):
+            fully_shard(layer)
+        torch.manual_seed(dist.get_rank())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model).backward()
+            for one in model.parameters():
+                nn.utils.clip_grad_norm_([one], 0.01)
+            optimizer.step()
+
+    plumbline.check(train, ranks=2, steps=STEPS).assert_right(require_full=True)
+
+
+def test_settings_that_differ_between_ranks_with_shards_are_found(plumbline):
+    def train():
+        model = small()
+        fully_shard(model)
+        torch.manual_seed(dist.get_rank())
+        optimizer = torch.optim.AdamW(model.parameters(), 0.1, weight_decay=0.1 * dist.get_rank())
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model).backward()
+            optimizer.step()
+
+    with pytest.raises(AssertionError, match="wrong: learning-rate: settings differ between ranks"):
+        plumbline.check(train, ranks=2, steps=STEPS).assert_right()

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import pairwise
 
 from plumbline.check.evidence.training import RecordedTraining
-from plumbline.check.judge.noted import ObserverFacts, failed_observers, information, noted, side_by_side
+from plumbline.check.judge.noted import ObserverFacts, failed_observers, headline_note, information, noted, side_by_side
 from plumbline.check.judge.rank_weights import ranks_begin_apart
 from plumbline.core.finding import Finding
 from plumbline.evidence.training_record import StepRecord, step_copies
@@ -33,7 +33,16 @@ def judge_learning_rate(training: RecordedTraining) -> Iterator[Finding]:
             len(_rates_of_the_first_rank(ranks)) == training.world_size - 1 for ranks in training.steps_side_by_side
         )
         different = different or _other_settings(training)
-    found = [finding for finding in (different, moved_with_every_pass(training)) if finding is not None]
+    with_passes = moved_with_every_pass(training)
+    if with_passes is not None and _count_batches(training):
+        yield headline_note(
+            CHECK,
+            "The learning rate changes with every backward pass, so an optimizer step uses only the last of several "
+            "rates. The length of the schedule is a multiple of the number of batches in an epoch, so that may be "
+            "intended.",
+        )
+        with_passes = None
+    found = [finding for finding in (different, with_passes) if finding is not None]
     yield from found
     yield from failed_observers(training, OBSERVER, CHECK)
     steps = list(noted(training, OBSERVER))
@@ -44,6 +53,14 @@ def judge_learning_rate(training: RecordedTraining) -> Iterator[Finding]:
         yield passed(CHECK, f"in the recorded steps the learning {are} {rates}{where}")
     if not found:
         yield from _notable(training)
+
+
+def _count_batches(training: RecordedTraining) -> bool:
+    """Return whether a schedule is made for as many steps as one or several epochs have batches."""
+    lengths = {length for one in noted(training, OBSERVER) for length in one.facts.get("lengths", ())}
+    passes = [one for rank in training.ranks for one in (rank.facts.get("loaders") or {}).get("loaders", ())]
+    batches = {one["length"] for one in passes if one.get("length")}
+    return any(length % count == 0 for length in lengths for count in batches if count > 1)
 
 
 def _rates_of_the_first_rank(ranks: Mapping[int, StepRecord]) -> Mapping[int, Sequence[float]]:

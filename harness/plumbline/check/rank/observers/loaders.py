@@ -175,6 +175,7 @@ class LoaderObserver(Observer):
             "loader": self._number("loader", loader),
             "pass": self._count,
             "batch_size": loader.batch_size if isinstance(loader.batch_size, int) else None,
+            "length": attempt(len, loader),
             "sampler": self._sampler_of(loader),
             "batches": 0,
         }

@@ -22,6 +22,7 @@ class LearningRate(WrappingObserver):
 
     Facts of a step: ``rates`` of the parameter groups that have one; ``settings``: the other numbers that each group
     has for an argument of the optimizer, by name; ``schedulers``: how many the optimizer has;
+    ``lengths``: the numbers of steps for which they are made, where they have one;
     ``schedule``: for each scheduler step since the optimizer's last step, the number of the latest backward pass at
     that time, and whether the optimizer had not stepped since that pass began.
     """
@@ -61,6 +62,7 @@ class LearningRate(WrappingObserver):
             "rates": [float(rate) for group in optimizer.param_groups if (rate := group.get("lr")) is not None],
             "settings": [_settings(group, optimizer.defaults) for group in optimizer.param_groups],
             "schedulers": len(self._schedulers.get(optimizer, ())),
+            "lengths": [length for one in self._schedulers.get(optimizer, ()) if (length := _length(one)) is not None],
             "schedule": [list(call) for call in self._calls.pop(optimizer, [])],
         }
 
@@ -86,6 +88,12 @@ class LearningRate(WrappingObserver):
                     optimizer = getattr(scheduler, "optimizer", None)
                     if isinstance(optimizer, Optimizer):
                         self._calls.setdefault(optimizer, []).append((self._pass, optimizer not in self._stepped))
+
+
+def _length(scheduler: Any) -> int | None:
+    """Return the number of steps after which a schedule has ended, None if it has no end or does not tell."""
+    found = (getattr(scheduler, name, None) for name in ("total_steps", "T_max", "total_iters"))
+    return next((one for one in found if isinstance(one, int)), None)
 
 
 def _settings(group: dict[str, Any], defaults: dict[str, Any]) -> Facts:
