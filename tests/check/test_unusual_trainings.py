@@ -798,3 +798,48 @@ def test_settings_that_differ_between_ranks_with_shards_are_found(plumbline):
 
     with pytest.raises(AssertionError, match="wrong: learning-rate: settings differ between ranks"):
         plumbline.check(train, ranks=2, steps=STEPS).assert_right()
+
+
+class MomentumContrast(nn.Module):
+    """An encoder and a slow copy of it, which moves in each forward, with the keys of all ranks in a queue."""
+
+    def __init__(self):
+        super().__init__()
+        self.queries, self.keys = small(), small()
+        self.keys.requires_grad_(False)
+        self.register_buffer("queue", torch.randn(8, 3))
+
+    def forward(self, inputs):
+        queries = self.queries(inputs)
+        with torch.no_grad():
+            for own, slow in zip(self.queries.parameters(), self.keys.parameters(), strict=True):
+                slow.data = 0.5 * slow.data + 0.5 * own.data
+            keys = self.keys(inputs + 0.1)
+            everywhere = [torch.empty_like(keys) for _ in range(dist.get_world_size())]
+            dist.all_gather(everywhere, keys)
+        scores = torch.cat([(queries * keys).sum(1, keepdim=True), queries @ self.queue.clone().T], 1)
+        with torch.no_grad():
+            self.queue.copy_(torch.cat([*everywhere, self.queue])[:8])
+        return scores
+
+
+@pytest.mark.parametrize("zeroes", [True, False])
+def test_a_momentum_encoder_that_moves_in_the_forward_is_replayed(plumbline, zeroes):
+    def train():
+        model = DistributedDataParallel(MomentumContrast())
+        torch.manual_seed(dist.get_rank())
+        optimizer = torch.optim.SGD(model.module.queries.parameters(), 0.1)
+        for _ in range(STEPS):
+            if zeroes:
+                optimizer.zero_grad()
+            scores = model(torch.randn(4, 6))
+            cross_entropy(scores, torch.zeros(4, dtype=torch.long)).backward()
+            optimizer.step()
+
+    checked = plumbline.check(train, ranks=2, steps=STEPS)
+    if zeroes:
+        checked.assert_right(require_full=True)
+        assert "its forward returned a different result" not in str(checked)
+    else:
+        with pytest.raises(AssertionError, match="previous step not zeroed"):
+            checked.assert_right()

@@ -33,15 +33,15 @@ class UsedParameter:
         """Return the current state of ``parameter``."""
         part = part_of(parameter)
         dtype = parameter.dtype if part is None else part.unit.dtype
-        return cls(parameter, _state(parameter), parameter.requires_grad, dtype)
+        return cls(parameter, state_of(parameter), parameter.requires_grad, dtype)
 
     @property
     def changed(self) -> bool:
         """Whether the values have been replaced or written to since."""
-        return _state(self.parameter) != self.state
+        return state_of(self.parameter) != self.state
 
 
-def _state(parameter: nn.Parameter) -> tuple[int, int]:
+def state_of(parameter: nn.Parameter) -> tuple[int, int]:
     """Return the version and the address of a parameter's values."""
     if (part := part_of(parameter)) is None:
         own = held(parameter)
@@ -63,14 +63,16 @@ class TrackedCall:
     """One call of a module with gradients enabled.
 
     ``args`` and ``kwargs`` are the arguments of the module, with copies of all tensors except parameters. ``buffers``
-    has the module's buffers and their copies from before the call, by identity. ``outputs`` has a sample of each output
+    has the module's buffers and their copies from before the call, by identity. It also has frozen parameters that the
+    module changes in its forward, as a momentum encoder is changed. ``outputs`` has a sample of each output
     tensor that requires a gradient. ``cotangents`` has, by backward pass, the gradient that arrived at each output from
     outside of the call, or None. ``obstacle`` says why the call cannot be run again; it is empty if it can. ``scalars``
     maps the index in ``outputs`` of each single-number tensor to its key, field or index in the output. ``compiled``:
     the module or a part of it ran as compiled code. ``collectives`` counts how often the call communicated, by process
     group name. ``is_distributed``: some parameters are DTensors that no replay gathers. ``activations`` are the
     arguments that are leaves and require a gradient, as in a pipeline stage. ``set_inputs`` has the activations that
-    the script set as attributes of modules before the call: the attributes, the name, and a copy.
+    the script set as attributes of modules before the call: the attributes, the name, and a copy. ``frozen`` has the
+    states of frozen parameters while the call runs.
     """
 
     number: int
@@ -82,6 +84,7 @@ class TrackedCall:
     default_dtype: torch.dtype
     training: tuple[tuple[nn.Module, bool], ...]
     buffers: dict[int, tuple[Tensor, Tensor]]
+    frozen: tuple[tuple[nn.Parameter, tuple[int, int]], ...] = ()
     compiled: bool = False
     parameters: tuple[UsedParameter, ...] = ()
     foreign: tuple[nn.Parameter, ...] = ()

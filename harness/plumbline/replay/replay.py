@@ -201,11 +201,12 @@ def _replacement(
     """Return a function that replaces tensors: parameters by leaves, buffers by recorded ones, all others by copies."""
 
     def replacement(tensor: Tensor) -> Tensor:
-        if id(tensor) in leaves:
-            return leaves[id(tensor)][1]
         if id(tensor) in call.buffers:
             before = call.buffers[id(tensor)][1].to(tensor.dtype)  # FSDP1 casts buffers in its first forward
-            return precision.copy(before)
+            copy = precision.copy(before)
+            return nn.Parameter(copy, requires_grad=False) if isinstance(tensor, nn.Parameter) else copy
+        if id(tensor) in leaves:
+            return leaves[id(tensor)][1]
         if is_freed(tensor):
             return tensor
         copy = precision.copy(tensor)

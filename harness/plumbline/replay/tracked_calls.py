@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from plumbline.recording.backward_passes import in_backward
-from plumbline.recording.flat_sharding import flat_units
+from plumbline.recording.flat_sharding import flat_units, part_of
 from plumbline.recording.module_calls import ModuleCalls
 from plumbline.recording.running_modules import run_noted
 from plumbline.recording.sharding import arrival_leaves, shards_of_fsdp2
 from plumbline.replay import unwrapping
 from plumbline.replay.alias import alias
 from plumbline.replay.autocast_state import AutocastState
-from plumbline.replay.call import Activation, TrackedCall, UsedParameter, sample
+from plumbline.replay.call import Activation, TrackedCall, UsedParameter, sample, state_of
 from plumbline.replay.collectives import collectives, communicates_beside
 from plumbline.replay.nested import map_tensors, tensors_in
 from plumbline.replay.random_state import RandomState
@@ -73,6 +73,7 @@ class TrackedCalls:
         self._is_weight = is_weight
         self._thread = _Thread()
         self._buffers: dict[int, tuple[Tensor, int, Tensor]] = {}
+        self._moving: dict[int, nn.Parameter] = {}  # frozen ones that their module changes in its forward
         self._outside: dict[int, list[nn.Parameter]] = {}
         self._begun_inside: set[int] = set()  # passes with given gradients, not from a loss
         self._recording = False
@@ -89,6 +90,7 @@ class TrackedCalls:
         """Stop following calls. Calls recorded so far still receive their gradients."""
         self._recording = False
         self._buffers.clear()
+        self._moving.clear()
         if self._patch is not None:
             self._patch.remove()
 
@@ -206,7 +208,8 @@ class TrackedCalls:
             autocast=AutocastState.now(one.type for one in devices if one.type != "meta"),
             default_dtype=torch.get_default_dtype(),
             training=tuple((one, one.training) for one in module.modules()),
-            buffers=self._copied_buffers(module),
+            buffers={**self._copied_buffers(module), **self._copied_moving(module)},
+            frozen=tuple((one, state_of(one)) for one in module.parameters() if _is_plain_frozen(one)),
             compiled=unwrapping.is_compiled(called),
             collectives=collectives(),
             activations=tuple(self._activations((args, kwargs, [one for *_, one in inputs]))),
@@ -240,12 +243,18 @@ class TrackedCalls:
             copies[id(buffer)] = buffer, copy
         return copies
 
+    def _copied_moving(self, module: nn.Module) -> dict[int, tuple[Tensor, Tensor]]:
+        own = (one for one in module.parameters() if id(one) in self._moving)
+        return {id(one): (one, one.detach().clone()) for one in own}
+
     def _end(self, call: TrackedCall | None, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if call is None:
             return output
         try:
             if self._ends is not None:
                 self._ends()
+            self._moving.update({id(one): one for one, state in call.frozen if state_of(one) != state})
+            call.frozen = ()
             outputs = differentiable(output)
             if not outputs:
                 return output
@@ -299,6 +308,10 @@ class TrackedCalls:
         new = tuple(one.clone() if one is not None and copied else one for one in known)
         old = call.cotangents.get(number)
         call.cotangents[number] = new if old is None else tuple(map(_sum, old, new))
+
+
+def _is_plain_frozen(one: nn.Parameter) -> bool:
+    return not one.requires_grad and type(one) is nn.Parameter and part_of(one) is None and not is_lazy(one)
 
 
 def differentiable(output: Any) -> list[Tensor]:

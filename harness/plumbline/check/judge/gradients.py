@@ -120,7 +120,7 @@ def _compared(training: RecordedTraining) -> Iterator[Finding]:
         finding = with_stages(training, joint.judge())
         if joint.is_of_same_losses:
             finding = with_loss_of_all_ranks(training, finding, is_sum=joint.is_sum)
-        by_replay = _replays_decide(joint, truth, finding)
+        by_replay = _replays_decide(joint, truth, finding) or _wrong_later(joint, truth, finding)
         yield _of_different_batches(training, by_replay or finding)
         if joint.obstacle and finding.outcome is Outcome.PASSED and not by_replay:
             yield not_judged(CHECK, f"step {joint.first_unjudged}: {joint.obstacle}", joint.first_unjudged)
@@ -213,6 +213,22 @@ def _replays_decide(joint: JointTruth, truth: ReplayTruth, finding: Finding) -> 
     else:
         counts = not joint.has_judged(wrong) and not joint.may_be_parts(wrong)
     return known if counts else None
+
+
+def _wrong_later(joint: JointTruth, truth: ReplayTruth, finding: Finding) -> Finding | None:
+    """Return the failure of steps that the joint forward did not judge, None if they are right.
+
+    If gradients are the mean over ranks of what the backward passes computed at the steps that it judged, they should
+    be so at all steps.
+    """
+    if finding.outcome is not Outcome.PASSED:
+        return None
+    compared = {number for number, _ in joint.compared}
+    right = [case.fit(RIGHT).holds for case in truth.cases if case.step.number in compared]
+    if not right or not all(right) or len(right) == len(truth.cases):
+        return None
+    found = truth.judge()
+    return found if found.outcome is Outcome.FAILED else None
 
 
 _UNREDUCED = ("not-synchronised", "some-parameters-not-synchronised", "exchanged-otherwise", UNEXPLAINED)
