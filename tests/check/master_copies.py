@@ -92,6 +92,15 @@ class NotCopiedBack(Whole):
         pass
 
 
+class VectorsNotCopiedBack(Whole):
+    def take(self):
+        kept = [one.detach().clone() for one in self.weights]
+        super().take()
+        for one, before in zip(self.weights, kept, strict=True):
+            if one.dim() == 1:
+                one.copy_(before)
+
+
 class Mixed(Whole):
     """Copies in an order that says nothing about which belongs to which parameter."""
 

@@ -565,11 +565,18 @@ def test_evidence_without_any_facts_says_nothing_bad() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hooks", "outcome"),
-    [([], Outcome.FAILED), (["fp16_compress_hook"], Outcome.PASSED), (["powerSGD_hook"], Outcome.SKIPPED)],
+    ("hooks", "far", "outcome"),
+    [
+        ([], 5e-4, Outcome.FAILED),
+        (["fp16_compress_hook"], 5e-4, Outcome.PASSED),
+        (["own_hook"], 5e-4, Outcome.PASSED),
+        (["powerSGD_hook"], 0.05, Outcome.SKIPPED),
+    ],
 )
-def test_a_communication_hook_may_round_gradients_but_not_change_them(hooks: list[str], outcome: Outcome) -> None:
-    rounded = (1.0005, 2.0001)  # no known combination of the ranks' gradients
+def test_a_communication_hook_may_round_gradients_but_not_change_them(
+    hooks: list[str], far: float, outcome: Outcome
+) -> None:
+    rounded = (1 + far, 2 + far / 5)  # no known combination of the ranks' gradients
     process: Facts = {"precision": {"hooks": hooks}}
     ranks = tuple(a_rank(rank, [{}], received=rounded, process=process) for rank in range(2))
     (finding,) = judge_gradients(RecordedTraining(ranks))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from master_copies import Backwards, Flat, Mixed, NotCopiedBack, Sharded, VectorsLast, Whole
+from master_copies import Backwards, Flat, Mixed, NotCopiedBack, Sharded, VectorsLast, VectorsNotCopiedBack, Whole
 from torch import nn
 from torch.nn import functional
 
@@ -290,6 +290,12 @@ def test_copies_of_parameters_of_equal_values_are_not_judged(judged):
 def test_a_model_to_which_nothing_is_copied_back_is_noted(judged):
     training = judged(Training, kind=NotCopiedBack)
     assert any("model's own weights do not change" in note for note in notes_on(training))
+
+
+def test_weights_to_which_nothing_is_copied_back_are_named_beside_others(judged):
+    training = judged(Training, kind=VectorsNotCopiedBack)
+    (finding,) = [one for one in training.findings if one.outcome.is_bad]
+    assert finding.cause == "masters-not-copied-back"
 
 
 def test_norms_of_clipped_steps_agree_much_better_than_the_factors():

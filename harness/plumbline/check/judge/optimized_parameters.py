@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from plumbline.check.evidence.training import Facts, RecordedRank, RecordedStep, RecordedTraining
@@ -16,6 +16,8 @@ from plumbline.judge.findings import failed_with_hint
 from plumbline.report.text import in_two_digits, listed
 
 CHECK = "update"
+
+_FEWEST_STEPS = 3  # a script may copy its weights at every second step
 
 _ROUNDED = 2**-7  # more than rounding to bfloat16 moves a weight, in any direction
 
@@ -183,6 +185,19 @@ def _not_copied_back(training: RecordedTraining) -> Finding | None:
         for step in rank.steps:
             if step.is_in_pieces and not step.skipped:
                 every.setdefault((rank.rank, step.optimizer), []).append(step)
+    for (where, _), steps in every.items():
+        if names := _left_behind(steps):
+            return failed_with_hint(
+                CHECK,
+                f"the optimizer updates copies of the model's weights, but {listed(names)} of the model never "
+                f"{'changes' if len(names) == 1 else 'change'}, while other weights follow their copies",
+                "after each step, copy all updated weights to the model",
+                cause="masters-not-copied-back",
+                family="optimizer",
+                step=steps[1].number,
+                rank=where,
+                parameter=names[0],
+            )
     later = [step for steps in every.values() for step in steps[1:]]
     noted = [[step.facts["masters"] for step in steps] for steps in every.values()]
     stays = all(one["prints"] == steps[0]["prints"] for steps in noted for one in steps)
@@ -193,6 +208,22 @@ def _not_copied_back(training: RecordedTraining) -> Finding | None:
         "The optimizer updates copies of the model's weights, but the model's own weights do not change. Copy the "
         "updated weights to the model after each step.",
     )
+
+
+def _left_behind(steps: Sequence[RecordedStep]) -> list[str]:
+    """Return the pieces that equal their copies at the first step and never change, although others follow theirs."""
+    noted = [step.facts["masters"] for step in steps]
+    if len(steps) < _FEWEST_STEPS or any(step.parameters != steps[0].parameters for step in steps):
+        return []
+    moves = [len(set(prints)) > 1 for prints in zip(*(one["prints"] for one in noted), strict=True)]
+    when = [[f"{number}" in one["stale"] for one in noted] for number in range(len(moves))]
+    if not any(moved and not any(stale) for moved, stale in zip(moves, when, strict=True)):
+        return []
+    return [
+        one.name
+        for number, (one, moved, stale) in enumerate(zip(steps[0].parameters, moves, when, strict=True))
+        if not moved and not stale[0] and all(stale[1:]) and noted[-1]["stale"][f"{number}"] > _ROUNDED
+    ]
 
 
 def _missing_on_some_ranks(training: RecordedTraining) -> Finding | None:
