@@ -24,8 +24,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from plumbline.launch.remote.node_listener import MOST_GREETINGS, NodeListener
-from plumbline.launch.remote.node_processes import NodeProcesses
+from plumbline.launch.remote.node_listener import MOST_GREETINGS, NodeListener, NodeProcesses
 from plumbline.launch.start_wait import StartWait
 from plumbline.worker.authenticated_channel import AuthenticatedChannel, greet
 from plumbline.worker.node_server import _connect, _description

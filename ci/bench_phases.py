@@ -38,9 +38,8 @@ def main() -> None:
     from bench_launch import RANKS, exponents, topology
 
     from plumbline.core.cell import Cell
-    from plumbline.launch.cell_launch import launch
+    from plumbline.launch.cell_launch import Settings, launch
     from plumbline.launch.pool import Pool
-    from plumbline.launch.settings import Settings
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ranks", nargs="*", type=int, default=RANKS)

@@ -24,8 +24,8 @@ import torch
 
 from plumbline.core.invocation import suites
 from plumbline.engine.examine import examine
+from plumbline.launch.cell_launch import Settings
 from plumbline.launch.pool import Pool
-from plumbline.launch.settings import Settings
 from plumbline.planning.declaration import Declaration
 from plumbline.planning.expectation_files import expected, known_of_subject, read_expectations
 from plumbline.planning.plan import Matrix, plan

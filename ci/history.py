@@ -33,8 +33,8 @@ from plumbline.core.outcome import Outcome, worst
 from plumbline.core.software import Software
 from plumbline.core.topology import Topology
 from plumbline.engine.examine import examine
+from plumbline.launch.cell_launch import Settings
 from plumbline.launch.pool import Pool
-from plumbline.launch.settings import Settings
 from plumbline.planning.expectation_files import FOLDER, expected, known_of_subject, read_expectations
 from plumbline.report.text import markdown, shortened
 

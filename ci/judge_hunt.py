@@ -44,8 +44,8 @@ from plumbline.engine.examine import examine
 from plumbline.evidence.read import read_trace
 from plumbline.evidence.trace import Trace
 from plumbline.hunt.search import trained_on, write_problem
+from plumbline.launch.cell_launch import Settings
 from plumbline.launch.pool import Pool
-from plumbline.launch.settings import Settings
 from plumbline.own_workloads.check import refuse_unfit
 from plumbline.own_workloads.load import workload_of
 from plumbline.workloads import WORKLOADS

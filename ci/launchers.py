@@ -43,12 +43,10 @@ from plumbline.core.errors import LaunchError
 from plumbline.core.topology import Topology
 from plumbline.judge.judge import judge
 from plumbline.judge.trace_analysis import TraceAnalysis
-from plumbline.launch.cell_launch import launch, start
+from plumbline.launch.cell_launch import Settings, launch, start
 from plumbline.launch.launchers import find_launcher
-from plumbline.launch.launchers.base import Launcher, LauncherOptions
-from plumbline.launch.pool import Pool
+from plumbline.launch.pool import Launcher, LauncherOptions, Pool
 from plumbline.launch.remote.remote_pool import RemotePool
-from plumbline.launch.settings import Settings
 from plumbline.results.run import read_run
 from plumbline.worker.processes import adopt, end_all
 from plumbline.workloads import WORKLOADS

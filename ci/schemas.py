@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from plumbline.check.report import dry_run_file, json_file
+from plumbline.check.report import json_file
 from plumbline.cli import documents
 from plumbline.report import for_programs
 from plumbline.results import run as results_run
@@ -23,7 +23,7 @@ SCHEMAS: dict[Path, Callable[[], dict[str, Any]]] = {
     results_run.FILE: results_run.results_schema,
     for_programs.FILE: for_programs.report_schema,
     json_file.FILE: json_file.check_schema,
-    dry_run_file.FILE: dry_run_file.dry_run_schema,
+    json_file.DRY_RUN_FILE: json_file.dry_run_schema,
     **{file: partial(documents.schema_in, file) for file in documents.FILES},
 }
 

@@ -34,8 +34,8 @@ from plumbline.core.finding import Finding, in_reading_order
 from plumbline.core.numbers import counted
 from plumbline.core.topology import Topology
 from plumbline.engine.examine import examine
+from plumbline.launch.cell_launch import Settings
 from plumbline.launch.pool import Pool
-from plumbline.launch.settings import Settings
 from plumbline.report.text import markdown, shortened
 from plumbline.results.records import Result, ending
 from plumbline.results.run import Run, read_run

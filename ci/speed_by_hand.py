@@ -35,8 +35,8 @@ from plumbline.benchmark.measurements import measurements
 from plumbline.benchmark.timed_launch import LaunchSample, TimedLaunch
 from plumbline.core.cell import Cell
 from plumbline.core.topology import Topology
+from plumbline.launch.cell_launch import Settings
 from plumbline.launch.pool import Pool
-from plumbline.launch.settings import Settings
 from plumbline.statistics.intervals import FigureInterval, figure_interval
 from plumbline.workloads import PERFORMANCE
 

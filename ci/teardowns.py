@@ -27,9 +27,8 @@ from plumbline.core.outcome import Outcome
 from plumbline.core.topology import Topology
 from plumbline.judge.judge import judge
 from plumbline.judge.trace_analysis import TraceAnalysis
-from plumbline.launch.cell_launch import launch
+from plumbline.launch.cell_launch import Settings, launch
 from plumbline.launch.pool import Pool
-from plumbline.launch.settings import Settings
 from plumbline.workloads import find
 
 SUBJECTS = Path(__file__).with_name("teardowns") / "subjects.py"

@@ -20,10 +20,9 @@ from plumbline.core.topology import Topology
 from plumbline.evidence.trace import Trace
 from plumbline.judge.judge import judge
 from plumbline.judge.trace_analysis import TraceAnalysis
-from plumbline.launch.cell_launch import launch
+from plumbline.launch.cell_launch import Settings, launch
 from plumbline.launch.launch_progress import EXIT_GRACE_S
 from plumbline.launch.pool import Pool
-from plumbline.launch.settings import Settings
 from plumbline.workloads import find
 
 SUBJECTS = Path(__file__).parent / "subjects"

@@ -32,11 +32,10 @@ from plumbline.evidence.read import read_rank
 from plumbline.evidence.trace import RankTrace, Step, Tensors, Trace
 from plumbline.judge.judge import judge
 from plumbline.judge.trace_analysis import TraceAnalysis
-from plumbline.launch.cell_launch import launch
+from plumbline.launch.cell_launch import Settings, launch
 from plumbline.launch.launch_progress import NoEventError, RunningLaunch, event_of
 from plumbline.launch.pool import Pool
 from plumbline.launch.remote.node_checks import Node
-from plumbline.launch.settings import Settings
 from plumbline.machine.fingerprint import Fingerprint
 from plumbline.planning.expectation_files import read_expectations
 from plumbline.planning.plan import Matrix, plan

@@ -15,8 +15,8 @@ import pytest
 from plumbline.core.backend import Held
 from plumbline.core.finding import diagnosis
 from plumbline.engine.examine import examine
+from plumbline.launch.cell_launch import Settings
 from plumbline.launch.pool import Pool
-from plumbline.launch.settings import Settings
 from plumbline.subjects.load import load
 
 EVERYBODY = Path(__file__).parent / "everybody.py"

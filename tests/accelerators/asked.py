@@ -6,11 +6,11 @@ import torch
 
 from plumbline.check.rank.memory_needed import free_bytes
 from plumbline.check.rank.observers.generators import generator_states
-from plumbline.devices import calls, counting, forking, types
-from plumbline.devices.communication import backend_of, device_of
-from plumbline.engine.judge_process import number_of_judges
+from plumbline.devices import calls, counting, types
+from plumbline.devices.types import backend_of, device_of
+from plumbline.engine.cells_in_flight import number_of_judges
 from plumbline.machine.fingerprint import take_fingerprint
-from plumbline.planning.accelerator import resolve_accelerator
+from plumbline.planning.devices import resolve_accelerator
 from plumbline.trainer.connector import devices_for
 from plumbline.worker.timing.devices import WaitingClock, clock_of, memory_of
 
@@ -25,12 +25,12 @@ assert (backend_of("own"), backend_of("own", shared=True), device_of("ownccl")) 
 key = take_fingerprint("own").key
 assert (key.device, key.device_count, key.cuda, key.driver) == ("Own Device 1", 1, None, None)
 assert number_of_judges() == 0, "autograd has a thread for the device, which a fork would not have"
-assert forking.why_no_fork() is None
+assert calls.why_no_fork() is None
 assert "own" not in generator_states()
 
 data = torch.ones(256, device="own")
 assert (data * 2).sum().item() == 512
-assert forking.why_no_fork() == "OWN"
+assert calls.why_no_fork() == "OWN"
 assert calls.started_types() == ("own",)
 assert "own" in generator_states()
 

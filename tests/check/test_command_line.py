@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from plumbline.check.command.command_line import command_in
+from plumbline.check.command.running import command_in
 from plumbline.cli.check import _form
 from plumbline.cli.main import main
 from plumbline.core.errors import PlanError

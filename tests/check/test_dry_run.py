@@ -11,7 +11,7 @@ from checked_commands import RIGHT, checked, training
 from jsonschema import Draft202012Validator
 
 from plumbline.check.judge.estimate import CostEstimate, estimate_lines
-from plumbline.check.report.dry_run_file import dry_run_json, dry_run_schema
+from plumbline.check.report.json_file import dry_run_json, dry_run_schema
 from plumbline.check.report.terminal import dry_run_screen
 from plumbline.check.verdict.obstacles import why_no_estimate
 from plumbline.cli.main import main

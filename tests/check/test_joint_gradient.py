@@ -23,9 +23,8 @@ from plumbline.check.judge.wrong_together import (
 )
 from plumbline.core.outcome import Outcome
 from plumbline.judge.mistakes.accumulation import PREVIOUS_STEP_NOT_ZEROED
-from plumbline.judge.mistakes.case import Combination, SomeParameters
 from plumbline.judge.mistakes.synchronisation import only
-from plumbline.judge.truth import GradientEvidence
+from plumbline.judge.truth import Combination, GradientEvidence, SomeParameters
 
 NOISE, LIMIT = 1e-7, 128.0
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from checked_commands import RIGHT, checked, training
 
-from plumbline.check.verdict.next_steps import NEXT_STEPS, next_step
-from plumbline.check.verdict.verdict import Answer, verdict_of
+from plumbline.check.verdict.verdict import NEXT_STEPS, Answer, next_step, verdict_of
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -17,8 +17,7 @@ from plumbline.check.rank.observers.loaders import HEAD, LoaderObserver
 from plumbline.check.rank.observers.parallelism import ParallelismObserver
 from plumbline.check.rank.observers.tensor_digest import SMALL, digest_and_projection, tensor_digest
 from plumbline.check.rank.observers.ties import TieObserver
-from plumbline.recording.observer import Facts, Observer
-from plumbline.recording.observers import Observers
+from plumbline.recording.observer import Facts, Observer, Observers
 
 
 @pytest.fixture

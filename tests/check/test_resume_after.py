@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from plumbline.check.evidence.options import RecordingOptions
-from plumbline.check.evidence.read import read_trainings
 from plumbline.check.function import record_function
 from plumbline.check.judge.resumption import judge_resumption
+from plumbline.check.judge.script_checks import read_trainings
 from plumbline.cli.main import main
 from plumbline.core.outcome import Outcome
 

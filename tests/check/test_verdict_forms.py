@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plumbline.check.judge.noted import headline_note, information
-from plumbline.check.report.annotations import annotations_on, check_sarif
 from plumbline.check.report.files import REPORT, write_report
 from plumbline.check.report.json_file import as_json
-from plumbline.check.report.markdown import verdict_markdown
+from plumbline.check.report.lines import annotations_on, check_sarif, verdict_markdown
 from plumbline.check.report.page import verdict_page
 from plumbline.check.report.terminal import verdict_screen
 from plumbline.check.verdict.verdict import verdict_of

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from plumbline.core.accelerator import of_accelerator
+from plumbline.core.training_behavior import of_accelerator
 from plumbline.subjects.load import SHORT_NAMES, load
 
 ROOT = Path(__file__).parents[2]

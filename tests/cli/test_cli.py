@@ -11,7 +11,7 @@ import plumbline.engine.examine
 from plumbline.cli.main import main
 from plumbline.engine.examine import examine
 from plumbline.engine.rejudge import rejudge
-from plumbline.launch.settings import Settings
+from plumbline.launch.cell_launch import Settings
 from plumbline.machine.fingerprint import Fingerprint
 from plumbline.results.header_footer import Footer, Header
 from plumbline.results.records import Result

@@ -52,7 +52,7 @@ def test_a_flag_of_the_file_may_be_false(write):
 def test_a_run_of_the_suites_takes_what_its_words_do_not_give(write):
     write('[tool.plumbline.run]\ngpus = 2\nsubject = ["a.py", "b.py"]\nprofile = true\nkeep-traces = false\n')
     used = suites._settings(["--gpus=4", "-k", "mlp"])
-    assert suites.settings.words_of(used) == ["--subject=a.py", "--subject=b.py", "--profile"]
+    assert suites.words_of(used) == ["--subject=a.py", "--subject=b.py", "--profile"]
 
 
 def test_without_a_table_nothing_is_set(write):

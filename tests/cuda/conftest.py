@@ -9,7 +9,7 @@ import pytest
 from plumbline.core.cell import Cell
 from plumbline.core.topology import Topology
 from plumbline.engine.examine import examine
-from plumbline.launch.settings import Settings
+from plumbline.launch.cell_launch import Settings
 
 TIME_LIMIT_S = 120.0
 """For one launch: the first one on a device starts its driver, and loads its libraries."""

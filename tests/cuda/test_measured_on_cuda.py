@@ -12,8 +12,8 @@ import torch
 from plumbline.benchmark.timed_launch import TimedLaunch, profiled
 from plumbline.evidence.projection import fingerprint, sketch
 from plumbline.evidence.tensor_store import TensorStore, load
-from plumbline.launch.settings import Settings
-from plumbline.machine.energy import EnergyMeter, NoEnergyError
+from plumbline.launch.cell_launch import Settings
+from plumbline.machine.hardware import EnergyMeter, NoEnergyError
 from plumbline.worker.timing.devices import clock_of, memory_of
 
 pytestmark = pytest.mark.cuda

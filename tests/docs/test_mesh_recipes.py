@@ -11,7 +11,7 @@ from plumbline.core.backend import BACKENDS
 from plumbline.core.outcome import Outcome, worst
 from plumbline.core.topology import Topology
 from plumbline.engine.examine import examine
-from plumbline.launch.settings import Settings
+from plumbline.launch.cell_launch import Settings
 
 PAGE = (Path(__file__).parents[2] / "docs" / "adapters-for-meshes.md").read_text()
 RECIPES = dict(re.findall(r"```python\n# recipe: (\w+)\.py\n(.*?)```", PAGE, re.DOTALL))

@@ -14,7 +14,7 @@ import torch
 import plumbline
 from plumbline.core.outcome import Outcome, worst
 from plumbline.engine.examine import examine
-from plumbline.launch.settings import Settings
+from plumbline.launch.cell_launch import Settings
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "write-an-adapter.md"

@@ -12,8 +12,7 @@ from plumbline.core.precision import PRECISIONS
 from plumbline.judge.checks import CHECKS, TrainingRecord
 from plumbline.judge.judge import judge
 from plumbline.judge.trace_analysis import TraceAnalysis
-from plumbline.launch.cell_launch import behavior_of, launch
-from plumbline.launch.settings import Settings
+from plumbline.launch.cell_launch import Settings, behavior_of, launch
 from plumbline.workloads import WORKLOADS, find
 
 OUTSIDE = Path(__file__).parent / "outside"

@@ -8,9 +8,9 @@ import sys
 
 import pandas as pd
 
-from plumbline.core.accelerator import EVERY_OTHER
 from plumbline.core.invocation import suites
 from plumbline.core.outcome import Outcome, worst
+from plumbline.core.training_behavior import EVERY_OTHER
 from plumbline.engine.smoke import cells_of
 from plumbline.planning.declaration import Declaration
 from plumbline.planning.plan import Matrix, plan

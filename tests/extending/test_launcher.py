@@ -6,10 +6,9 @@ from contextlib import closing
 
 from plumbline.core.outcome import Outcome, worst
 from plumbline.engine.examine import examine
+from plumbline.launch.cell_launch import Settings
 from plumbline.launch.launchers import LAUNCHERS, find_launcher
-from plumbline.launch.launchers.base import Launcher
-from plumbline.launch.pool import Pool
-from plumbline.launch.settings import Settings
+from plumbline.launch.pool import Launcher, Pool
 
 
 class Marked(Launcher):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from plumbline.core.accelerator import EVERY_OTHER
 from plumbline.core.outcome import Outcome, worst
+from plumbline.core.training_behavior import EVERY_OTHER
 from plumbline.planning.declaration import Declaration
 from plumbline.planning.plan import Matrix, plan
 from plumbline.workloads import Workload, register

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from plumbline.worker.rank_handle import KEPT, Log
+from plumbline.worker.rank_log import KEPT, Log
 
 
 @pytest.mark.parametrize("size", [0, 1, KEPT - 1, KEPT, KEPT + 1, 2 * KEPT, 5 * KEPT + 3])

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from plumbline.launch.launchers.hosts import HostsPool
+from plumbline.launch.launchers.hosts import HostsLauncher
+from plumbline.launch.pool import LauncherOptions
 from plumbline.worker.node_server import addresses
 
 INSTALL = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", "iproute2"]
@@ -160,7 +161,8 @@ def hosts_pool(hosts):
     pools = []
 
     def pool(locator):
-        pools.append(HostsPool(str(locator), None, hosts.count, hosts.command, hosts.launcher))
+        options = LauncherOptions(nodes=hosts.count, node_command=hosts.command, listen=hosts.launcher)
+        pools.append(HostsLauncher(options).pool(str(locator), None))
         return pools[-1]
 
     yield pool

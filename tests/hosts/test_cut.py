@@ -13,11 +13,10 @@ import pytest
 from plumbline.core.errors import LaunchError
 from plumbline.judge.judge import judge
 from plumbline.judge.trace_analysis import TraceAnalysis
-from plumbline.launch.cell_launch import start
-from plumbline.launch.launchers.hosts import HostsPool
-from plumbline.launch.pool import WORKER
+from plumbline.launch.cell_launch import Settings, start
+from plumbline.launch.launchers.hosts import HostsLauncher
+from plumbline.launch.pool import WORKER, LauncherOptions
 from plumbline.launch.remote.remote_pool import RemotePool
-from plumbline.launch.settings import Settings
 from plumbline.results.run import read_run
 from plumbline.trainer.environments import free_port
 from plumbline.worker.node_server import EXIT_DISCONNECTED, TOKEN
@@ -189,7 +188,8 @@ def test_a_main_address_that_all_reach_trains(hosts, tmp_path):
 
 
 def test_a_pool_whose_hosts_are_all_cut_off_leaves_nobody(hosts, cable):
-    pool = HostsPool(str(ON_NODES), None, 2, hosts.command, hosts.launcher)
+    options = LauncherOptions(nodes=2, node_command=hosts.command, listen=hosts.launcher)
+    pool = HostsLauncher(options).pool(str(ON_NODES), None)
     assert pool.subjects
     cable()
     pool.close()

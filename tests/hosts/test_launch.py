@@ -15,10 +15,9 @@ from plumbline.core.errors import LaunchError, PlanError
 from plumbline.core.topology import Topology
 from plumbline.judge.judge import judge
 from plumbline.judge.trace_analysis import TraceAnalysis
-from plumbline.launch.cell_launch import launch
+from plumbline.launch.cell_launch import Settings, launch
 from plumbline.launch.launchers import check_devices_of_nodes, find_launcher
-from plumbline.launch.launchers.base import LauncherOptions
-from plumbline.launch.settings import Settings
+from plumbline.launch.pool import LauncherOptions
 from plumbline.results.run import read_run
 from plumbline.workloads import WORKLOADS
 

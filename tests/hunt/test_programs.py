@@ -19,8 +19,7 @@ from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 from plumbline.core.precision import PRECISIONS
 from plumbline.core.topology import Topology
-from plumbline.hunt.program.layers import NotExpressedError
-from plumbline.hunt.program.problem import Problem
+from plumbline.hunt.program.problem import NotExpressedError, Problem
 from plumbline.hunt.program.run_program import (
     MOST_LINES,
     NoTemplateError,

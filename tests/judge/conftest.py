@@ -14,7 +14,7 @@ from plumbline.evidence.trace import MicroBatch, RankTrace, Step, Trace
 from plumbline.judge.judge import judge
 from plumbline.judge.oracle.oracle import Oracle, mean_gradient
 from plumbline.judge.trace_analysis import TraceAnalysis
-from plumbline.launch.settings import Settings
+from plumbline.launch.cell_launch import Settings
 
 DETECTION = Path(__file__).parents[2] / "suites" / "detection" / "everybody.py"
 TIME_LIMIT_S = 300

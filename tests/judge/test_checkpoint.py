@@ -19,7 +19,7 @@ from plumbline.engine.examine import examine
 from plumbline.evidence.trace import Exit, MicroBatch, RankTrace, Step, Trace
 from plumbline.judge.judge import judge
 from plumbline.judge.trace_analysis import TraceAnalysis
-from plumbline.launch.settings import Settings
+from plumbline.launch.cell_launch import Settings
 from plumbline.workloads import WORKLOADS
 
 DETECTION = Path(__file__).parents[2] / "suites" / "detection" / "everybody.py"

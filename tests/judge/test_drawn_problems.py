@@ -9,7 +9,7 @@ import pytest
 from plumbline.core.topology import Topology
 from plumbline.engine.examine import examine
 from plumbline.hunt.search import trained_on, write_problem
-from plumbline.launch.settings import Settings
+from plumbline.launch.cell_launch import Settings
 from plumbline.own_workloads.load import workload_of
 from plumbline.workloads import WORKLOADS
 from plumbline.workloads.generated import Recipe

@@ -10,7 +10,7 @@ from plumbline.core.finding import in_reading_order
 from plumbline.core.outcome import Outcome
 from plumbline.engine.examine import examine
 from plumbline.evidence.tensor_store import FOLDER
-from plumbline.launch.settings import Settings
+from plumbline.launch.cell_launch import Settings
 
 EVERYBODY = Path(__file__).parents[2] / "suites" / "detection" / "everybody.py"
 STARTING = Path(__file__).parents[1] / "launch" / "subjects" / "reference_starting.py"

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from plumbline.core.outcome import Outcome
 from plumbline.evidence.trace import MicroBatch, RankTrace, Step, Trace
-from plumbline.judge.buffer_replay import buffer_errors, buffers_after
 from plumbline.judge.causes.combinations import scaled
+from plumbline.judge.checks.buffers import buffer_errors, buffers_after
 from plumbline.judge.checks.gradients import _factor_before_clipping, compare_gradients
 from plumbline.judge.full_training import FullTraining
 from plumbline.judge.oracle.noise import (

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from plumbline.core.outcome import Outcome
 from plumbline.evidence.trace import RankTrace, Step, Trace
 from plumbline.judge.checks import CHECKS
+from plumbline.judge.oracle.noise import PartialSums
 from plumbline.judge.oracle.oracle import Oracle
-from plumbline.judge.oracle.partial_sums import PartialSums
 from plumbline.judge.trace_analysis import TraceAnalysis
 from plumbline.judge.update_replay import weights_after
 from plumbline.workloads import WORKLOADS

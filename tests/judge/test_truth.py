@@ -9,8 +9,7 @@ import pytest
 
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
-from plumbline.judge.mistakes.case import RIGHT, Combination, GradientCase
-from plumbline.judge.truth import GradientEvidence, Truth
+from plumbline.judge.truth import RIGHT, Combination, GradientCase, GradientEvidence, Truth
 
 OF_RANKS = ((1.0, -2.0, 0.5), (3.0, 1.0, 4.0), (-1.0, 2.5, 1.0))
 """What each of three ranks adds to the scalar products of the mean with three directions, times three."""

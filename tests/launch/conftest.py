@@ -12,8 +12,7 @@ import pytest
 
 from plumbline.judge.judge import judge
 from plumbline.judge.trace_analysis import TraceAnalysis
-from plumbline.launch.cell_launch import start
-from plumbline.launch.settings import Settings
+from plumbline.launch.cell_launch import Settings, start
 from plumbline.workloads import WORKLOADS
 
 ENDS = Path(__file__).parent / "subjects" / "ends.py"

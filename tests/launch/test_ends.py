@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from plumbline.core.outcome import Outcome
-from plumbline.launch.settings import Settings
-from plumbline.worker.rank_handle import KEPT
+from plumbline.launch.cell_launch import Settings
+from plumbline.worker.rank_log import KEPT
 
 LONG = 600.0
 """The time limit of ``launched``, in seconds."""

@@ -19,13 +19,11 @@ from hypothesis import strategies as st
 
 from plumbline.core.errors import LaunchError, PlanError
 from plumbline.launch.launchers import find_launcher, hosts, slurm
-from plumbline.launch.launchers.base import LauncherOptions
 from plumbline.launch.launchers.slurm import addresses_of_nodes
-from plumbline.launch.pool import WORKER
+from plumbline.launch.pool import WORKER, LauncherOptions
 from plumbline.launch.remote import node_listener
 from plumbline.launch.remote.node_checks import Node
-from plumbline.launch.remote.node_listener import NodeListener
-from plumbline.launch.remote.node_processes import NodeProcesses
+from plumbline.launch.remote.node_listener import NodeListener, NodeProcesses
 from plumbline.launch.remote.remote_pool import RemotePool
 from plumbline.launch.start_wait import StartWait
 from plumbline.trainer.environments import free_port

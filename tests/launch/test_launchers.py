@@ -10,18 +10,16 @@ from pathlib import Path
 import pytest
 
 from plumbline.core.errors import PlanError
-from plumbline.launch.cell_launch import launch
+from plumbline.launch.cell_launch import Settings, launch
 from plumbline.launch.launchers import LAUNCHERS, find_launcher
-from plumbline.launch.launchers.base import Launcher, LauncherOptions
-from plumbline.launch.pool import Pool
-from plumbline.launch.settings import Settings
+from plumbline.launch.pool import Launcher, LauncherOptions, Pool
 from plumbline.results.run import read_run
 
 ROOT = Path(__file__).parents[2]
 
 PLUGIN = """
 from plumbline.launch.launchers import LAUNCHERS
-from plumbline.launch.launchers.base import Launcher
+from plumbline.launch.pool import Launcher
 from plumbline.launch.pool import Pool
 
 class Elsewhere(Launcher):

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from plumbline.core.errors import PlanError, SubjectError
+from plumbline.launch.cell_launch import Settings
 from plumbline.launch.pool import Pool
-from plumbline.launch.settings import Settings
 from plumbline.subjects.load import load, parse_subject
 
 
@@ -52,7 +52,7 @@ from plumbline.core.cell import Cell
 from plumbline.core.topology import Topology
 from plumbline.launch.cell_launch import launch
 from plumbline.launch.pool import Pool
-from plumbline.launch.settings import Settings
+from plumbline.launch.cell_launch import Settings
 cell = Cell("says-who-it-is-and-hangs", "mlp", "ddp", Topology(1, 2), "32", "cpu")
 launch(Pool(sys.argv[1]), cell, Path(sys.argv[2]), Settings(600))
 """
@@ -83,7 +83,7 @@ def test_an_owner_that_is_killed_takes_its_ranks_along(tmp_path, is_gone, number
 
 
 STARTS_CUDA = {
-    "pretends": "import plumbline.devices.forking\nplumbline.devices.forking.driver_started = lambda: True",
+    "pretends": "import plumbline.devices.calls\nplumbline.devices.calls.driver_started = lambda: True",
     "really": "import torch\ntorch.zeros(1, device='cuda')",
 }
 

@@ -11,7 +11,7 @@ import pytest
 from plumbline.core.outcome import Outcome
 from plumbline.engine.examine import examine
 from plumbline.evidence.read import read_trace
-from plumbline.launch.settings import Settings
+from plumbline.launch.cell_launch import Settings
 
 SUBJECTS = Path(__file__).parent / "subjects"
 LONG = 600.0

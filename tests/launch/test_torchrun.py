@@ -16,11 +16,10 @@ import pytest
 from plumbline.core.errors import LaunchError, PlanError
 from plumbline.judge.judge import judge
 from plumbline.judge.trace_analysis import TraceAnalysis
-from plumbline.launch.cell_launch import launch
+from plumbline.launch.cell_launch import Settings, launch
 from plumbline.launch.launchers import find_launcher
-from plumbline.launch.launchers.base import LauncherOptions
 from plumbline.launch.launchers.torchrun import TorchrunPool
-from plumbline.launch.settings import Settings
+from plumbline.launch.pool import LauncherOptions
 from plumbline.results.run import read_run
 from plumbline.trainer.environments import free_port
 from plumbline.worker.authenticated_channel import greet

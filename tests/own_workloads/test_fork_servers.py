@@ -7,8 +7,7 @@ import pytest
 from plumbline.core.errors import WorkloadError
 from plumbline.engine.subject_pools import SubjectPools
 from plumbline.launch.launchers import find_launcher
-from plumbline.own_workloads.content import content_of
-from plumbline.own_workloads.load import use_workloads
+from plumbline.own_workloads.load import content_of, use_workloads
 from plumbline.workloads import WORKLOADS
 
 

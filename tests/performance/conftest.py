@@ -10,7 +10,7 @@ import pytest
 from plumbline.benchmark.timed_launch import TimedLaunch
 from plumbline.core.cell import Cell
 from plumbline.core.topology import Topology
-from plumbline.launch.settings import Settings
+from plumbline.launch.cell_launch import Settings
 
 TRAINERS = Path(__file__).parent / "subjects" / "timed.py"
 

@@ -7,7 +7,7 @@ import pytest
 from plumbline.benchmark.launch_metrics import samples_of
 from plumbline.benchmark.timed_launch import EnergyUse, LaunchSample, LaunchTimings
 from plumbline.evidence.timing import RankTiming, Round
-from plumbline.machine.energy import EnergyMeter, NoEnergyError, meter_of
+from plumbline.machine.hardware import EnergyMeter, NoEnergyError, meter_of
 
 DEVICES = ("GPU-one", "GPU-other", "GPU-old")
 

@@ -14,7 +14,7 @@ from plumbline.benchmark.timed_launch import LaunchSample, LaunchTimings, TimedL
 from plumbline.core.cell import Cell
 from plumbline.core.topology import Topology
 from plumbline.evidence.timing import BACKWARD, FORWARD, WEIGHTS, Chunk, RankTiming, Round
-from plumbline.launch.settings import Settings
+from plumbline.launch.cell_launch import Settings
 from plumbline.worker.timing.pipeline_chunks import PipelineChunks
 
 NOTHING = Round(0.0, (0.0,), (1.0,), ())

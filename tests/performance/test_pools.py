@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from plumbline.benchmark.warm_pools import SERVER, SPARE, WarmPools
 from plumbline.core.errors import LaunchError, SubjectError
+from plumbline.engine.subject_pools import SERVER, SPARE, WarmPools
 from plumbline.launch.pool import Pool
 
 TRAINERS = str(Path(__file__).parent / "subjects" / "timed.py")

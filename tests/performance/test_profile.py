@@ -11,7 +11,7 @@ import torch
 from plumbline.benchmark.timed_launch import profiled
 from plumbline.core.cell import Cell
 from plumbline.core.topology import Topology
-from plumbline.launch.settings import Settings
+from plumbline.launch.cell_launch import Settings
 from plumbline.worker.timing import profiler
 from plumbline.worker.timing.profiler import PROFILED_STEPS, StepProfile
 

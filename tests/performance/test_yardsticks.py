@@ -8,7 +8,7 @@ import pytest
 
 from plumbline.core.outcome import Outcome
 from plumbline.engine.examine import examine
-from plumbline.launch.settings import Settings
+from plumbline.launch.cell_launch import Settings
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # the tensors are small
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from plumbline.core.accelerator import of_accelerator
 from plumbline.core.errors import PlanError
+from plumbline.core.training_behavior import of_accelerator
 from plumbline.devices.calls import started_types
-from plumbline.devices.communication import backend_of
 from plumbline.devices.counting import _counted_apart
-from plumbline.planning.accelerator import check_accelerator, resolve_accelerator
+from plumbline.devices.types import backend_of
+from plumbline.planning.devices import check_accelerator, resolve_accelerator
 from plumbline.planning.plan import Matrix, check_devices
 
 

@@ -9,8 +9,8 @@ import pytest
 from plumbline.core.backend import BACKENDS
 from plumbline.core.errors import PlanError
 from plumbline.core.topology import Topology
+from plumbline.planning.devices import parse_mesh
 from plumbline.planning.plan import Matrix, plan
-from plumbline.planning.topologies import parse_mesh
 from plumbline.subjects.declare import CAPABILITIES
 from tests.plan.test_plan import EVERYTHING
 

@@ -9,15 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plumbline.core.accelerator import EVERY_OTHER
 from plumbline.core.backend import BACKENDS
 from plumbline.core.errors import PlanError
 from plumbline.core.precision import PRECISIONS
 from plumbline.core.topology import Topology
-from plumbline.core.training_behavior import TrainingBehavior
+from plumbline.core.training_behavior import EVERY_OTHER, TrainingBehavior
 from plumbline.planning.declaration import Declaration
+from plumbline.planning.devices import topologies
 from plumbline.planning.plan import Matrix, check_devices, plan
-from plumbline.planning.topologies import topologies
 from plumbline.subjects.declare import CAPABILITIES
 from plumbline.workloads import WORKLOADS
 

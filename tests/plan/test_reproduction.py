@@ -11,9 +11,9 @@ import pytest
 
 from plumbline.core.invocation import suites
 from plumbline.planning.declaration import Declaration
+from plumbline.planning.devices import DEFAULT_GPUS
+from plumbline.planning.options import Reproduction
 from plumbline.planning.plan import Matrix, plan
-from plumbline.planning.reproduction import Reproduction
-from plumbline.planning.topologies import DEFAULT_GPUS
 from plumbline.pytest_plugin.plugin import add_options
 from plumbline.workloads import PERFORMANCE, WORKLOADS
 

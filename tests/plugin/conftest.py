@@ -10,7 +10,7 @@ import pytest
 import torch
 from jsonschema import Draft202012Validator
 
-from plumbline.launch.launchers import base
+from plumbline.launch import pool as launch_pool
 from plumbline.launch.pool import Pool
 from plumbline.results.run import results_schema
 
@@ -149,7 +149,7 @@ def kept_pools(_pools, monkeypatch):
             _pools[key] = KeptPool(locator, python, notify)
         return _pools[key]
 
-    monkeypatch.setattr(base, "Pool", pool)
+    monkeypatch.setattr(launch_pool, "Pool", pool)
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
+from plumbline.engine.cells_in_flight import JudgeProcess
 from plumbline.engine.examine import Examined
-from plumbline.engine.judge_process import JudgeProcess
 from plumbline.pytest_plugin import session
 
 PASSED = Examined((Finding("gradients", Outcome.PASSED, "right"),), 1.0)

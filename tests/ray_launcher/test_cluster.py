@@ -15,11 +15,10 @@ import torch
 from plumbline.core.errors import LaunchError
 from plumbline.judge.judge import judge
 from plumbline.judge.trace_analysis import TraceAnalysis
-from plumbline.launch.cell_launch import launch
+from plumbline.launch.cell_launch import Settings, launch
 from plumbline.launch.launchers import find_launcher
 from plumbline.launch.launchers import ray as ray_launcher
-from plumbline.launch.launchers.base import LauncherOptions
-from plumbline.launch.settings import Settings
+from plumbline.launch.pool import LauncherOptions
 from plumbline.results.run import read_run
 from plumbline.workloads import WORKLOADS
 

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from plumbline.core.errors import PlanError
 from plumbline.launch.launchers import find_launcher
 from plumbline.launch.launchers import ray as ray_launcher
-from plumbline.launch.launchers.base import LauncherOptions
 from plumbline.launch.launchers.ray import DRIVER, find_cluster
+from plumbline.launch.pool import LauncherOptions
 from plumbline.launch.remote.ray_nodes import NodeServer, name_of, room_for, too_small
 
 

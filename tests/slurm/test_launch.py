@@ -11,10 +11,9 @@ import pytest
 from plumbline.core.errors import LaunchError, PlanError, SubjectError
 from plumbline.judge.judge import judge
 from plumbline.judge.trace_analysis import TraceAnalysis
-from plumbline.launch.cell_launch import launch
+from plumbline.launch.cell_launch import Settings, launch
 from plumbline.launch.launchers import check_nodes, find_launcher
 from plumbline.launch.launchers.slurm import nodes_of_job
-from plumbline.launch.settings import Settings
 from plumbline.results.run import read_run
 from plumbline.workloads import WORKLOADS
 

@@ -10,7 +10,7 @@ import pytest
 from plumbline.core.errors import SubjectError
 from plumbline.core.outcome import Outcome, worst
 from plumbline.engine.examine import examine
-from plumbline.launch.settings import Settings
+from plumbline.launch.cell_launch import Settings
 from plumbline.subjects.load import SHORT_NAMES, load
 
 LIBRARIES = {

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from plumbline.core.accelerator import of_accelerator
 from plumbline.core.backend import declared_for
 from plumbline.core.errors import SubjectError
 from plumbline.core.outcome import Outcome, worst
+from plumbline.core.training_behavior import of_accelerator
 from plumbline.engine.examine import examine
-from plumbline.launch.settings import Settings
+from plumbline.launch.cell_launch import Settings
 from plumbline.subjects import torch_schedules
 from plumbline.subjects.load import load
 

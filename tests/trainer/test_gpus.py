@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plumbline.devices.forking import driver_started
+from plumbline.devices.calls import driver_started
 from plumbline.trainer import MisconfigurationError
 from plumbline.trainer.connector import make_visible, parse_gpus
 
@@ -85,7 +85,7 @@ def test_a_driver_that_is_not_loaded_is_not_started(monkeypatch):
 
 @pytest.mark.cuda
 def test_the_real_driver_is_started_by_torch_and_not_by_counting_devices():
-    script = "import torch; from plumbline.devices.forking import driver_started as started;"
+    script = "import torch; from plumbline.devices.calls import driver_started as started;"
     script += "print(torch.cuda.device_count() > 0, started(), torch.cuda.init(), started())"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "False", "None", "True"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from plumbline.engine.examine import examine
-from plumbline.launch.settings import Settings
+from plumbline.launch.cell_launch import Settings
 
 SUBJECT = Path(__file__).parent / "subjects" / "fused.py"
 

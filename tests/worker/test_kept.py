@@ -13,8 +13,8 @@ from torch.distributed.tensor import Shard as Sharded
 
 from plumbline.evidence.tensor_store import TensorStore
 from plumbline.evidence.trace import Shard
+from plumbline.worker.recorder.model_tensors import is_still, is_zero, kept
 from plumbline.worker.recorder.recorder import Recorder
-from plumbline.worker.recorder.tensor_copies import is_still, is_zero, kept
 
 WHOLE = torch.arange(12.0).view(4, 3)
 

@@ -12,8 +12,7 @@ from plumbline.core.errors import TraceError
 from plumbline.core.mesh import FlatPart, Part
 from plumbline.evidence.read import read_rank, read_trace
 from plumbline.evidence.trace import Shard
-from plumbline.launch.cell_launch import launch
-from plumbline.launch.settings import Settings
+from plumbline.launch.cell_launch import Settings, launch
 from plumbline.worker.recorder.recorder import Recorder
 from plumbline.workloads import WORKLOADS
 

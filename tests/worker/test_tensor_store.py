@@ -15,8 +15,8 @@ from plumbline.evidence.rank_file import flatten, write_rank
 from plumbline.evidence.read import read_rank, read_trace
 from plumbline.evidence.tensor_store import FOLDER, TensorStore, load
 from plumbline.evidence.trace import RankTrace, StoredTensor
+from plumbline.worker.recorder.model_tensors import is_still, kept
 from plumbline.worker.recorder.recorder import Recorder
-from plumbline.worker.recorder.tensor_copies import is_still, kept
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # the tensors are small
 

@@ -8,10 +8,10 @@ import math
 import pytest
 import torch
 
-from plumbline.core.accelerator import EVERY_OTHER
 from plumbline.core.backend import BACKENDS
 from plumbline.core.precision import PRECISIONS
 from plumbline.core.topology import Topology
+from plumbline.core.training_behavior import EVERY_OTHER
 from plumbline.judge.oracle.oracle import Oracle, gather, mean_gradient
 from plumbline.planning.declaration import Declaration
 from plumbline.planning.plan import Matrix, plan

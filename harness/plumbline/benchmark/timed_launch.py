@@ -19,11 +19,10 @@ from plumbline.core.outcome import Outcome
 from plumbline.evidence.timing import RankTiming
 from plumbline.evidence.trace import Trace
 from plumbline.judge.checks.launch import launch as check_launch
-from plumbline.launch.cell_launch import CellLaunch, start
+from plumbline.launch.cell_launch import CellLaunch, Settings, start
 from plumbline.launch.launch_progress import EXIT_GRACE_S
 from plumbline.launch.pool import Pool
-from plumbline.launch.settings import Settings
-from plumbline.machine.energy import COUNTER_PERIOD_S, Counters, NoEnergyError, meter_of
+from plumbline.machine.hardware import COUNTER_PERIOD_S, Counters, NoEnergyError, meter_of
 from plumbline.results.records import PERFORMANCE, Profile
 from plumbline.results.run import PROFILES
 

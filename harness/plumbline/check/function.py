@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from plumbline.check.evidence.options import Deal, RecordingOptions, write_deal, write_options
-from plumbline.check.evidence.read import read_trainings
 from plumbline.check.evidence.training import RecordedTraining
-from plumbline.check.judge.script_checks import judged_trainings, with_resplit
+from plumbline.check.judge.script_checks import judged_trainings, read_trainings, with_resplit
 from plumbline.check.rank.install import make_recorder
 from plumbline.check.training_verdict import TrainingVerdict
 from plumbline.ranks.rank_main import RankEnd

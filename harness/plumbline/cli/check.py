@@ -14,8 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plumbline.cli.arguments import at_least, declare, duration
-from plumbline.cli.settings import IGNORE, IGNORE_HELP
+from plumbline.cli.arguments import IGNORE, IGNORE_HELP, at_least, declare, duration
 from plumbline.core.errors import TROUBLE, PlanError
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ def check(options: argparse.Namespace) -> int:
     Exit code: 0 nothing is wrong, 1 the training is wrong, 2 nothing could be judged or the script failed (the verdict
     has the script's exit code), 4 invalid command line, 130 interrupted before anything wrong was found.
     """
-    from plumbline.check.command.command_line import command_in
+    from plumbline.check.command.running import command_in
     from plumbline.check.evidence.options import RecordingOptions
     from plumbline.check.report.files import make_folder, refuse_unwritable
 
@@ -141,7 +140,7 @@ def check(options: argparse.Namespace) -> int:
     verdict = verdict_of(checked, require_full=options.require_full)
     _print(verdict_screen(checked, verdict, **_form(), quiet=options.quiet))
     if options.github:
-        from plumbline.check.report.annotations import annotations_on
+        from plumbline.check.report.lines import annotations_on
         from plumbline.report.annotations import github_commands
 
         if commands := github_commands(annotations_on(checked)):
@@ -166,7 +165,7 @@ def _dry_run(command: list[str], options: argparse.Namespace) -> int:
     why = why_no_estimate(checked)
     code = 0 if why is None else TROUBLE
     if options.json is not None:
-        from plumbline.check.report.dry_run_file import dry_run_json
+        from plumbline.check.report.json_file import dry_run_json
 
         write_whole(options.json, dry_run_json(checked, options.steps, why, code))
     return code

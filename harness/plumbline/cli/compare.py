@@ -7,8 +7,7 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from plumbline.cli.arguments import ACCELERATOR, names, print_error
-from plumbline.cli.settings import IGNORE, IGNORE_HELP
+from plumbline.cli.arguments import ACCELERATOR, IGNORE, IGNORE_HELP, names, print_error
 from plumbline.core.errors import TROUBLE, USAGE, UsageError
 from plumbline.report.comparison.alignment import DIMENSIONS
 from plumbline.report.comparison.compare import DEFAULT_GATES, GATES, compare_runs, compare_within, failing_gates

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, Final, NoReturn
 
-from plumbline.cli import settings
-from plumbline.cli.arguments import print_error
+from plumbline.cli.arguments import IGNORE, print_error, with_settings
 from plumbline.core.errors import TROUBLE, USAGE, PlumblineError, UsageError
 from plumbline.machine.software import plumbline_version
 from plumbline.report.text import settings_in_words
@@ -48,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(options.do(options))
     except UsageError as error:
         used = settings_in_words(getattr(options, "settings", {}))
-        print_error(f"{error} ({used}; {settings.IGNORE} ignores them)" if used else error)
+        print_error(f"{error} ({used}; {IGNORE} ignores them)" if used else error)
         return USAGE
     except (PlumblineError, OSError) as error:
         print_error(error)
@@ -85,7 +84,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
     if given not in ("check", "compare"):
         return parse()
-    return settings.with_settings(parse, commands.choices[given], given)
+    return with_settings(parse, commands.choices[given], given)
 
 
 class _Commands(argparse._SubParsersAction):  # type: ignore[type-arg]

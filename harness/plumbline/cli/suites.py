@@ -9,8 +9,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plumbline.cli import settings
-from plumbline.cli.arguments import ACCELERATOR, print_error
+from plumbline.cli.arguments import ACCELERATOR, IGNORE, IGNORE_HELP, print_error, read_settings, words_of
 from plumbline.core.errors import TROUBLE, PlanError
 from plumbline.core.invocation import SUITES, command, pytest_arguments
 from plumbline.report.text import settings_in_words
@@ -27,7 +26,7 @@ def run(options: argparse.Namespace) -> int:
 
     Exit code, as pytest's: 0 all passed, 1 something failed, 2 interrupted, 4 invalid command line, 5 no cells.
     """
-    words = [word for word in options.words if word != settings.IGNORE]
+    words = [word for word in options.words if word != IGNORE]
     if {"-h", "--help"} & set(words):
         run_parser().print_help()
         return 0
@@ -35,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
     used = {} if len(words) < len(options.words) else _settings(words[len(suites) :])
     if used:
         print_error(settings_in_words(used))
-    arguments = pytest_arguments([*suites, *settings.words_of(used), *words[len(suites) :]])
+    arguments = pytest_arguments([*suites, *words_of(used), *words[len(suites) :]])
     import pytest
 
     return int(pytest.main(arguments, plugins=[_CommandLine(words, used)]))
@@ -52,14 +51,14 @@ def run_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"{', '.join(SUITES)} (default: {SUITES[0]})")
     add_options(parser.add_argument)
-    parser.add_argument(settings.IGNORE, action="store_true", help=settings.IGNORE_HELP)
+    parser.add_argument(IGNORE, action="store_true", help=IGNORE_HELP)
     return parser
 
 
 def _settings(words: Sequence[str]) -> dict[str, Any]:
     """Return the settings of the project's file that the command line does not give."""
     given = {word.partition("=")[0] for word in words}  # pytest takes no abbreviations
-    found = settings.read_settings("run", run_parser())
+    found = read_settings("run", run_parser())
     return {name: one.written for name, one in found.items() if f"--{name}" not in given}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -15,13 +16,13 @@ from rich.text import Text
 
 from plumbline import own_workloads, subjects
 from plumbline.cli.arguments import ACCELERATOR, JSON, declare
-from plumbline.core.accelerator import EVERY_OTHER
+from plumbline.core.errors import PlumblineError
 from plumbline.core.invocation import command, suite_command
+from plumbline.core.training_behavior import EVERY_OTHER
 from plumbline.report.text import printable, printable_lines, shortened
 from plumbline.subjects.declare import Subject
 from plumbline.subjects.load import Shipped, shipped
 from plumbline.subjects.virtual_environments import environments, install, parse_requirement, pip_command
-from plumbline.user_code.new_file import write_new_file
 
 
 def add_to(commands: Any) -> None:
@@ -134,3 +135,18 @@ def new_workload(options: argparse.Namespace) -> int:
     training = shlex.join(suite_command("--workload", str(options.file), "--gpus", "2"))
     print(f"{options.file} was written. Train it on up to two devices:  {training}")
     return 0
+
+
+def write_new_file(path: Path, skeleton: Path, name: str) -> None:
+    """Write ``skeleton`` to ``path``, and replace ``name`` in it by the name of the file."""
+    if path.suffix != ".py":
+        raise PlumblineError(f"{path} is not a Python file: use the name {path.with_suffix('.py').name}")
+    own = re.sub(r"[^A-Za-z0-9.+]+", "-", path.stem).strip("-.+") or name
+    text = skeleton.read_text(encoding="utf-8").replace(f'"{name}"', f'"{own}"').replace(skeleton.name, path.name)
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError as error:
+        raise PlumblineError(f"{path} already exists; choose another name") from error
+    except FileNotFoundError as error:
+        raise PlumblineError(f"folder {path.parent} does not exist: create it first") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -98,3 +98,12 @@ class TrainingBehavior:
 
 ORDINARY = TrainingBehavior()
 """The behavior of a subject that declares nothing."""
+
+
+EVERY_OTHER = "*"
+"""The key for every accelerator that is not a key itself."""
+
+
+def of_accelerator(declared: Mapping[str, Sequence[str]], accelerator: str) -> Sequence[str]:
+    """Return the declaration for ``accelerator``; empty if there is none."""
+    return declared.get(accelerator, declared.get(EVERY_OTHER, ()))

@@ -1,6 +1,8 @@
 """The types of device that are known by name. Other types work without an entry if torch has a module for them.
 
-An entry says what torch does not. A new type is one line in ``TYPES``.
+An entry says what torch does not. torch.distributed names the communication backend of a type.
+
+A new type is one line in ``TYPES``.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
+import torch.distributed
 
 
 @dataclass(frozen=True)
@@ -93,3 +96,22 @@ def preferred() -> tuple[str, ...]:
             current = torch.accelerator.current_accelerator()
             found += [current.type] if current is not None else []
     return tuple(name for name in found if device_type(name).by_default)
+
+
+def backend_of(name: str, *, shared: bool = False) -> str | None:
+    """Return the backend for devices of this type, None if none is registered. ``shared``: ranks share a device."""
+    own = device_type(name).shared_backend if shared else None
+    return own or _defaults().get(name)
+
+
+def device_of(backend: str) -> str:
+    """Return the type of device whose own backend is ``backend``, or one of several in it; ``cpu`` for gloo."""
+    given = {part.rpartition(":")[2] for part in backend.split(",")} - {backend_of("cpu")}
+    return next((name for name in accelerators() if backend_of(name) in given), "cpu")
+
+
+def _defaults() -> dict[str, str]:
+    if not torch.distributed.is_available():
+        return {"cpu": "gloo"}
+    # Extensions of torch add their backends here, with torch.distributed.Backend.register_backend.
+    return torch.distributed.Backend.default_device_backend_map

@@ -6,25 +6,145 @@ separate processes. If that is not possible, each cell is judged by its own test
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
+import os
 import shutil
+import signal
+import sys
+import threading
+import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+import torch
+
+from plumbline.core.cell import Cell
 from plumbline.core.errors import LaunchError, TraceError
-from plumbline.engine.examine import Examined, Training, unreadable, verdict
-from plumbline.engine.judge_process import JudgeProcess
+from plumbline.devices.counting import available
+from plumbline.engine.examine import Examined, trace_of, unreadable, verdict
 from plumbline.engine.subject_pools import SubjectPools
-from plumbline.launch.cell_launch import behavior_of, start
-from plumbline.launch.settings import Settings
+from plumbline.evidence.trace import Trace
+from plumbline.launch.cell_launch import CellLaunch, Settings, behavior_of, start
+from plumbline.launch.pool import Pool
 from plumbline.launch.this_machine import devices_of
 from plumbline.machine.lease import Lease, shared_lease, try_shared_lease
 from plumbline.planning.plan import Planned
+from plumbline.worker.processes import die_with
+
+STOP_ATTEMPTS = 10
+"""How often ``stop`` kills the ranks at most: a workload with an interruption has several launches."""
 
 AHEAD = 16
 """The largest number of cells that are trained and judged before their tests begin. Each can have a trace on disk."""
+
+MOST_JUDGES = 4
+"""The largest number of judges. Each needs memory for a trace, and one launch at a time does not keep more busy."""
+
+NICENESS = 5
+"""The niceness of judges. Ranks have a time limit: with two nice judges, ranks get at least as much of two cores as
+with one judge at the ranks' own niceness."""
+
+
+def number_of_judges() -> int:
+    """Return how many traces can be judged at once; 0 if this process has to judge them itself.
+
+    Judges are forks, so that they have the causes, checks and workloads registered in this process. Forking is not
+    possible when autograd has threads for devices, and not reliable on macOS.
+    """
+    if sys.platform != "linux" or torch.cuda.is_available() or available()[1]:
+        return 0
+    cores = len(os.sched_getaffinity(0))
+    return min(cores, MOST_JUDGES) if cores > 1 else 0
+
+
+class JudgeProcess:
+    """A fork of this process that calls ``judge``, so that several cells are judged at once."""
+
+    def __init__(self, judge: Callable[[], Examined]) -> None:
+        self._judge = judge
+        context = multiprocessing.get_context("fork")
+        self.connection, send_to = context.Pipe(duplex=False)
+        self._process = context.Process(target=_send_judgement, args=(judge, send_to, os.getpid()), daemon=True)
+        with warnings.catch_warnings():
+            # Forking is safe here: the threads of rendezvous stores hold no lock that a judge takes.
+            warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+            self._process.start()
+        send_to.close()
+
+    def wait(self) -> Examined:
+        """Return what ``judge`` returns. If the fork failed, call ``judge`` in this process."""
+        try:
+            examined: Examined = self.connection.recv()
+        except (EOFError, OSError):
+            examined = self._judge()
+        finally:
+            self.end()
+        return examined
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self.connection.close()
+
+
+def _send_judgement(judge: Callable[[], Examined], connection: Connection, parent: int) -> None:
+    die_with(parent)
+    os.nice(NICENESS)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C ends
+    gc.freeze()  # the parent's objects may own threads, which a fork does not have
+    with suppress(Exception):
+        connection.send(judge())
+
+
+class Training:
+    """The training of ``cell`` that ``launched`` began. A thread follows it.
+
+    ``ended`` becomes readable when the training has ended.
+    """
+
+    def __init__(self, launched: CellLaunch, cell: Cell) -> None:
+        self._launched: CellLaunch | None = launched
+        self.pool: Pool = launched.pool
+        self._result: Trace | Exception | None = None
+        self.ended, self._ends = multiprocessing.Pipe(duplex=False)
+        self._thread = threading.Thread(target=self._follow, args=(launched, cell), daemon=True)
+        self._thread.start()
+
+    def trace(self) -> Trace:
+        """Wait for the trace, and return it without keeping a reference. Call this once.
+
+        It raises what ``trace_of`` raises.
+        """
+        self._thread.join()
+        self.ended.close()
+        result, self._result, self._launched = self._result, None, None
+        if isinstance(result, Exception):
+            raise result
+        assert result is not None
+        return result
+
+    def stop(self) -> None:
+        """Kill the ranks."""
+        for _ in range(STOP_ATTEMPTS):
+            if not self._thread.is_alive():
+                break
+            with suppress(LaunchError):
+                self.pool.kill_ranks()
+            self._thread.join(0.5)
+        self.ended.close()
+
+    def _follow(self, launched: CellLaunch, cell: Cell) -> None:
+        try:
+            self._result = trace_of(launched, cell)
+        except Exception as error:
+            self._result = error
+        finally:
+            self._ends.close()
 
 
 @dataclass(eq=False)

@@ -1,11 +1,8 @@
-"""Takes one cell from launch to findings, either in one call or with a thread that follows the training."""
+"""Takes one cell from launch to findings."""
 
 from __future__ import annotations
 
-import threading
-from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import Pipe
 from pathlib import Path
 
 from plumbline.core.cell import Cell
@@ -16,15 +13,11 @@ from plumbline.core.training_behavior import TrainingBehavior
 from plumbline.evidence.trace import Trace
 from plumbline.judge.judge import judge
 from plumbline.judge.trace_analysis import TraceAnalysis
-from plumbline.launch.cell_launch import CellLaunch, behavior_of, start, with_interruption
+from plumbline.launch.cell_launch import CellLaunch, Settings, behavior_of, start, with_interruption
 from plumbline.launch.pool import Pool
-from plumbline.launch.settings import Settings
 from plumbline.launch.this_machine import devices_of
 from plumbline.machine.lease import shared_lease
 from plumbline.own_workloads.load import workload_of
-
-STOP_ATTEMPTS = 10
-"""How often ``stop`` kills the ranks at most: a workload with an interruption has several launches."""
 
 
 @dataclass(frozen=True)
@@ -73,49 +66,3 @@ def verdict(trace: Trace, cell: Cell, behavior: TrainingBehavior) -> Examined:
 def unreadable(error: TraceError) -> Examined:
     """Return the finding of a cell whose evidence cannot be read."""
     return Examined((Finding("launch", Outcome.ERRORED, str(error)),), None)
-
-
-class Training:
-    """The training of ``cell`` that ``launched`` began. A thread follows it.
-
-    ``ended`` becomes readable when the training has ended.
-    """
-
-    def __init__(self, launched: CellLaunch, cell: Cell) -> None:
-        self._launched: CellLaunch | None = launched
-        self.pool: Pool = launched.pool
-        self._result: Trace | Exception | None = None
-        self.ended, self._ends = Pipe(duplex=False)
-        self._thread = threading.Thread(target=self._follow, args=(launched, cell), daemon=True)
-        self._thread.start()
-
-    def trace(self) -> Trace:
-        """Wait for the trace, and return it without keeping a reference. Call this once.
-
-        It raises what ``trace_of`` raises.
-        """
-        self._thread.join()
-        self.ended.close()
-        result, self._result, self._launched = self._result, None, None
-        if isinstance(result, Exception):
-            raise result
-        assert result is not None
-        return result
-
-    def stop(self) -> None:
-        """Kill the ranks."""
-        for _ in range(STOP_ATTEMPTS):
-            if not self._thread.is_alive():
-                break
-            with suppress(LaunchError):
-                self.pool.kill_ranks()
-            self._thread.join(0.5)
-        self.ended.close()
-
-    def _follow(self, launched: CellLaunch, cell: Cell) -> None:
-        try:
-            self._result = trace_of(launched, cell)
-        except Exception as error:
-            self._result = error
-        finally:
-            self._ends.close()

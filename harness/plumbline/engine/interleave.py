@@ -20,15 +20,13 @@ from plumbline.core.cell import Cell
 from plumbline.core.errors import LaunchError, PlanError
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
-from plumbline.engine.subject_code import subject_code
+from plumbline.launch.cell_launch import Settings
 from plumbline.launch.pool import Pool
-from plumbline.launch.settings import Settings
 from plumbline.machine.fingerprint import take_fingerprint
 from plumbline.machine.lease import exclusive_lease
-from plumbline.planning.accelerator import resolve_accelerator
-from plumbline.planning.declaration import Declaration
+from plumbline.planning.declaration import Declaration, subject_code
+from plumbline.planning.devices import DEFAULT_GPUS, resolve_accelerator
 from plumbline.planning.plan import Matrix, check_devices, plan
-from plumbline.planning.topologies import DEFAULT_GPUS
 from plumbline.report.comparison.compare import IN_TURNS
 from plumbline.report.formats import write_report
 from plumbline.results.header_footer import Footer, Header

@@ -12,17 +12,16 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plumbline.core.accelerator import of_accelerator
 from plumbline.core.backend import smoke_order
 from plumbline.core.cell import Cell
 from plumbline.core.errors import ADAPTER_WRONG, PlanError, SubjectError
 from plumbline.core.invocation import command
 from plumbline.core.outcome import Outcome
 from plumbline.core.precision import PRECISIONS
-from plumbline.core.training_behavior import TrainingBehavior
+from plumbline.core.training_behavior import TrainingBehavior, of_accelerator
 from plumbline.devices.types import device_type
 from plumbline.launch.pool import Pool
-from plumbline.planning.accelerator import resolve_accelerator
+from plumbline.planning.devices import resolve_accelerator
 from plumbline.planning.plan import smoke_workload
 from plumbline.report.text import printable, printable_lines
 from plumbline.subjects.load import parse_subject
@@ -191,8 +190,7 @@ def _evidence(pool: Pool, cell: Cell, folder: Path, limit: float) -> SmokeEviden
 
 def _trained(pool: Pool, cell: Cell, folder: Path, limit: float) -> Trace:
     from plumbline.devices.counting import count
-    from plumbline.launch.cell_launch import launch
-    from plumbline.launch.settings import Settings
+    from plumbline.launch.cell_launch import Settings, launch
 
     oversubscribe = cell.accelerator != "cpu" and count(cell.accelerator) < cell.topology.devices
     return launch(pool, cell, folder, Settings(limit, oversubscribe))

@@ -23,12 +23,12 @@ from plumbline.core.finding import UNEXPLAINED, VACUOUS, Finding
 from plumbline.core.invocation import suites
 from plumbline.core.outcome import Outcome
 from plumbline.engine.examine import examine
+from plumbline.launch.cell_launch import Settings
 from plumbline.launch.pool import Pool
-from plumbline.launch.settings import Settings
 from plumbline.own_workloads.check import refuse_unfit
 from plumbline.own_workloads.load import workload_of
-from plumbline.planning.accelerator import resolve_accelerator
 from plumbline.planning.declaration import Declaration
+from plumbline.planning.devices import resolve_accelerator
 from plumbline.planning.expectation_files import known_of_subject, read_expectations
 from plumbline.planning.plan import SMOKE_WORKLOADS, Matrix, plan
 from plumbline.workloads import WORKLOADS

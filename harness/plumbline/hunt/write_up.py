@@ -13,14 +13,13 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 import plumbline.subjects
-from plumbline.core.accelerator import of_accelerator
 from plumbline.core.backend import declared_for
 from plumbline.core.cell import Cell
 from plumbline.core.invocation import suite_command
 from plumbline.core.numbers import counted
 from plumbline.core.outcome import Outcome
-from plumbline.hunt.program.layers import NotExpressedError
-from plumbline.hunt.program.problem import Problem
+from plumbline.core.training_behavior import of_accelerator
+from plumbline.hunt.program.problem import NotExpressedError, Problem
 from plumbline.hunt.program.run_program import (
     NoTemplateError,
     ProgramRun,

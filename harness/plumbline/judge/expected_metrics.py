@@ -16,8 +16,7 @@ from functools import cached_property
 import torch
 
 from plumbline.evidence.trace import Evaluation, Tensors
-from plumbline.judge.oracle.epochs import Position
-from plumbline.judge.oracle.layout import Layout, draws, samples, shuffled
+from plumbline.judge.oracle.layout import Layout, Position, draws, samples, shuffled
 from plumbline.judge.oracle.noise import NOISE_RUNS, NoiseScale, in_noise, rounding_unit, within_a_rounding
 from plumbline.judge.oracle.oracle import Oracle
 from plumbline.judge.positions import position_of, rank_layout

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from plumbline.evidence.trace import Tensors
 from plumbline.judge.oracle.layout import Layout, shuffled, single_batch_layout
-from plumbline.judge.oracle.noise import distance, limit, norm, nudged, rounding_unit, within_a_rounding
+from plumbline.judge.oracle.noise import PartialSums, distance, limit, norm, nudged, rounding_unit, within_a_rounding
 from plumbline.judge.oracle.oracle import Oracle, without_held_back
-from plumbline.judge.oracle.partial_sums import PartialSums
 from plumbline.judge.trace_analysis import GlobalStep, TraceAnalysis
 
 TRAINING_RUNS = 4

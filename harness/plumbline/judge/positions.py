@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from plumbline.judge.oracle.epochs import Position
-from plumbline.judge.oracle.layout import Layout, contract_layout, with_unique_draws
+from plumbline.judge.oracle.layout import Layout, Position, contract_layout, with_unique_draws
 from plumbline.judge.trace_analysis import TraceAnalysis
 
 

@@ -19,8 +19,8 @@ from plumbline.evidence.trace import Step, Tensors, Trace
 from plumbline.evidence.trace import same as same
 from plumbline.evidence.training_record import StepRecord, TrainingRecord
 from plumbline.judge.oracle.dropout_masks import mask_shapes
-from plumbline.judge.oracle.epochs import Epochs
 from plumbline.judge.oracle.layout import (
+    Epochs,
     Layout,
     contract_layout,
     draws,

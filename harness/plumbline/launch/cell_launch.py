@@ -14,19 +14,31 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from plumbline.core.cell import Cell
 from plumbline.core.errors import LaunchError
 from plumbline.core.training_behavior import TrainingBehavior
-from plumbline.devices.communication import backend_of
 from plumbline.devices.counting import count
+from plumbline.devices.types import backend_of
 from plumbline.evidence.read import RESUMED, SAVED, read_rank, whole_tensors
 from plumbline.evidence.tensor_store import FOLDER
-from plumbline.evidence.trace import Exit, RankTrace, Trace
-from plumbline.launch.exit_reason import explain, take_so_far, without_unfinished
+from plumbline.evidence.trace import STORE_ABOVE, Exit, RankTrace, Trace
+from plumbline.launch.exit_reason import explain, gather, take_so_far, without_unfinished
 from plumbline.launch.launch_progress import RunningLaunch
-from plumbline.launch.node_launch import gather
 from plumbline.launch.pool import Pool
-from plumbline.launch.settings import Settings
 from plumbline.launch.this_machine import new_store, torchrun_variables
 from plumbline.own_workloads.load import workload_of
 from plumbline.worker.assignment import Assignment
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of every launch.
+
+    ``time_limit`` is in seconds per launch. With ``oversubscribe``, ranks share devices; on CUDA, they then communicate
+    over gloo. Weights and gradients with more than ``store_above`` entries are written once for all ranks that have
+    equal values.
+    """
+
+    time_limit: float = 120.0
+    oversubscribe: bool = False
+    store_above: int = STORE_ABOVE
 
 
 @dataclass(frozen=True)

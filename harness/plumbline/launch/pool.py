@@ -1,4 +1,7 @@
-"""A warm pool: a subject's fork server, which starts fresh ranks for each launch within milliseconds."""
+"""A warm pool: a subject's fork server, which starts fresh ranks for each launch within milliseconds.
+
+A launcher makes the pools of a session.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import plumbline
 from plumbline.core.cell import Cell
@@ -27,10 +32,9 @@ from plumbline.launch.launch_progress import (
     contents_of,
     event_of,
 )
-from plumbline.launch.process_tags import TAG, end_tagged
 from plumbline.launch.start_wait import START_TIMEOUT_S, Notify, StartWait, cpu_seconds, ignore
 from plumbline.worker.assignment import Assignment
-from plumbline.worker.processes import KILL_TIMEOUT_S
+from plumbline.worker.processes import KILL_TIMEOUT_S, TAG, end_tagged
 
 SERVER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -251,3 +255,50 @@ class Pool:
             return ""
         size = os.fstat(self._errors).st_size
         return os.pread(self._errors, 2000, max(0, size - 2000)).decode(errors="replace")
+
+
+@dataclass(frozen=True)
+class LauncherOptions:
+    """The options of launchers.
+
+    ``nodes`` is the largest number of nodes of any cell. ``gpus`` is the largest number of devices per node, and
+    ``devices`` is how many physical devices these need; both are 0 if no cell will be launched. ``subjects`` is the
+    number of pools. ``rendezvous``, ``node_command`` and ``listen`` are options of the command line. ``notify`` shows
+    the user a message at once.
+    """
+
+    nodes: int = 1
+    gpus: int = 1
+    devices: int = 0
+    subjects: int = 1
+    rendezvous: str | None = None
+    node_command: str | None = None
+    listen: str | None = None
+    notify: Callable[[str], None] = print
+
+
+class Launcher(ABC):
+    """Makes the pools of a session. The constructor raises ``PlanError`` if the launcher cannot work here.
+
+    ``nodes`` is the number of nodes, None if there are as many as a cell needs. If it is a number, all nodes see the
+    folder of the evidence. ``machines`` is the number of machines that the nodes run on, each with its own devices.
+    ``own_options`` are the optional fields of ``LauncherOptions`` that this launcher reads.
+    """
+
+    own_options: ClassVar[frozenset[str]] = frozenset()
+    nodes: int | None = None
+    machines: int = 1
+
+    def __init__(self, options: LauncherOptions) -> None:
+        self._notify = options.notify
+
+    @abstractmethod
+    def pool(self, locator: str, python: str | None) -> Pool:
+        """Start a pool for the subjects behind ``locator``, in the interpreter ``python`` or this one."""
+
+
+class LocalLauncher(Launcher):
+    """Simulates the nodes on this machine and divides its devices among them."""
+
+    def pool(self, locator: str, python: str | None) -> Pool:
+        return Pool(locator, python, self._notify)

@@ -12,9 +12,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from plumbline.core.cell import Cell
 from plumbline.core.errors import LaunchError
-from plumbline.devices.counting import count
+from plumbline.devices.counting import count, only, visible_names
 from plumbline.devices.types import device_type
-from plumbline.devices.visibility import only, visible_names
 
 AGENT_STORE = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 """Tells ranks that another process serves the rendezvous store."""

@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from plumbline.core.errors import WorkloadError
 from plumbline.core.precision import PRECISIONS
-from plumbline.own_workloads.content import check_data, check_model
-from plumbline.own_workloads.load import calling
+from plumbline.own_workloads.load import calling, check_data, check_model
 from plumbline.subjects.declare import CAPABILITIES
 from plumbline.workloads import Batch, Columns, Workload
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from plumbline.core.accelerator import EVERY_OTHER, of_accelerator
 from plumbline.core.backend import Held
 from plumbline.core.cell import Cell
 from plumbline.core.software import UNKNOWN, Software
-from plumbline.core.training_behavior import ORDINARY, TrainingBehavior
-from plumbline.devices.communication import backend_of
+from plumbline.core.training_behavior import EVERY_OTHER, ORDINARY, TrainingBehavior, of_accelerator
+from plumbline.devices.types import backend_of
+from plumbline.machine.software import repository_commit
+from plumbline.results.header_footer import SubjectCode
 from plumbline.workloads import EVERY, PerformanceWorkload, Workload
 
 
@@ -31,8 +33,8 @@ class Refusal:
 class Declaration:
     """The declaration of a subject. ``locator`` is what the user typed after ``--subject``.
 
-    ``precisions`` has the precisions by accelerator, see :mod:`plumbline.core.accelerator`. ``launch`` says whether the
-    harness starts a process for each ``rank`` or for each ``node``.
+    ``precisions`` has the precisions by accelerator, see :func:`plumbline.core.training_behavior.of_accelerator`.
+    ``launch`` says whether the harness starts a process for each ``rank`` or for each ``node``.
     ``source`` is the file and line of the subject's function, ``sha256`` the hash of that file and of the files that it
     imports from its folder; None if unknown.
     """
@@ -190,3 +192,20 @@ def _why_no_stages(cell: Cell, workload: Workload, stages: int) -> str | None:
         if size % parts:
             return f"{cell.workload} has a batch of {size} samples, not divisible into {parts} micro-batches"
     return None
+
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def subject_code(declarations: Iterable[Declaration]) -> dict[str, SubjectCode]:
+    """Return the code of each subject by name. If several declarations have the same name, the first counts."""
+    found: dict[str, SubjectCode] = {}
+    for one in declarations:
+        if one.name not in found:
+            found[one.name] = SubjectCode(sha256=one.sha256, commit=_commit(one))
+    return found
+
+
+def _commit(one: Declaration) -> str | None:
+    file = Path(one.source[0]).resolve() if one.source else None
+    return None if file is None or file.is_relative_to(_PACKAGE) else repository_commit(file)

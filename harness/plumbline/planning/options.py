@@ -1,26 +1,29 @@
-"""The options of a run, checked and converted for planning."""
+"""The options of a run, checked and converted for planning, and the command that repeats one cell with them."""
 
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from plumbline.core.errors import PlanError, WorkloadError
+from plumbline.core.invocation import suite_command
+from plumbline.launch.cell_launch import Settings
 from plumbline.launch.launchers import find_launcher
-from plumbline.launch.launchers.base import Launcher, LauncherOptions
-from plumbline.launch.settings import Settings
+from plumbline.launch.pool import Launcher, LauncherOptions
 from plumbline.own_workloads.check import refuse_unfit
 from plumbline.own_workloads.load import OwnWorkload, use_workloads
-from plumbline.planning.accelerator import resolve_accelerator
+from plumbline.planning.devices import DEFAULT_GPUS, parse_mesh, resolve_accelerator, topologies
 from plumbline.planning.expectation_files import FOLDER, ExpectationsError
-from plumbline.planning.plan import Matrix, check_devices, plan
-from plumbline.planning.topologies import DEFAULT_GPUS, parse_mesh, topologies
+from plumbline.planning.plan import Matrix, Planned, check_devices, plan
 from plumbline.results.header_footer import WorkloadSource
 from plumbline.results.run_writer import check_report_dir
+from plumbline.statistics.intervals import FEWEST_LAUNCHES
 from plumbline.subjects.load import parse_subject
-from plumbline.workloads import find
+from plumbline.workloads import PERFORMANCE, find
 
 
 def selected_workloads(own: Sequence[OwnWorkload], named: tuple[str, ...] | None) -> tuple[str, ...] | None:
@@ -132,3 +135,55 @@ class Options:
 
 def _names(given: str | None) -> tuple[str, ...] | None:
     return None if given is None else tuple(name.strip() for name in given.split(",") if name.strip())
+
+
+DEFAULT_SUBJECT = "reference"
+
+
+class Reproduction:
+    """Builds the commands of a run. ``given`` are pytest's options, and ``matrix`` is the selection that they make."""
+
+    def __init__(self, given: Mapping[str, Any], matrix: Matrix, own: Sequence[OwnWorkload] = ()) -> None:
+        self._given = given
+        self._matrix = matrix
+        self._own = {one.name: one.locator for one in own}
+        self._suite_command = cache(lambda suite: suite_command(suite=suite))  # reads files: too slow for each cell
+
+    def command(self, planned: Planned, locator: str, suite: Path) -> str:
+        """Return the command that runs only this cell. ``locator`` is what the user typed after ``--subject``."""
+        cell = planned.cell
+        words = ["--cell", cell.id]
+        if locator != DEFAULT_SUBJECT:
+            words += ["--subject", locator]
+        if cell.workload in self._own:
+            words += ["--workload", self._own[cell.workload]]
+        for mesh in self._matrix.meshes:
+            words += ["--mesh", mesh.text] if mesh.is_of(cell) else []
+        if self._given["backends"] and (cell.contract.opt_in or cell.contract.sampled):
+            words += ["--backends", cell.backend]
+        for name in self._settings(measured=cell.workload in PERFORMANCE):
+            words += self._option(name)
+        return shlex.join([*self._suite_command(suite), *words])
+
+    def _option(self, name: str) -> list[str]:
+        value = self._given[name]
+        flag = f"--{name.replace('_', '-')}"
+        if value is None or value is False:
+            return []
+        return [flag] if value is True else [flag, f"{value:g}" if isinstance(value, float) else str(value)]
+
+    def _settings(self, *, measured: bool) -> Sequence[str]:
+        """Return the options that change what the cell does or how it is judged."""
+        defaults = {
+            "accelerator": "auto",
+            "launcher": "local",
+            "time_limit": Settings().time_limit,
+            "store_above": Settings().store_above,
+        }
+        names = ["gpus", "nodes", "seed", "rendezvous", "node_command", "listen", "expectations"]
+        names += [name for name, value in defaults.items() if self._given[name] != value]
+        if self._matrix.accelerator != "cpu":
+            names.append("oversubscribe")  # there are always enough simulated devices
+        if measured and self._given["launches"] != FEWEST_LAUNCHES:
+            names.append("launches")
+        return names

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from plumbline.core.accelerator import of_accelerator
 from plumbline.core.backend import BACKENDS, Backend, declared_for, resized
 from plumbline.core.cell import Cell
 from plumbline.core.errors import PlanError
@@ -15,11 +14,10 @@ from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 from plumbline.core.precision import PRECISIONS
 from plumbline.core.topology import Topology
-from plumbline.core.training_behavior import ORDINARY, TrainingBehavior
-from plumbline.devices.communication import backend_of
-from plumbline.devices.types import device_type
+from plumbline.core.training_behavior import ORDINARY, TrainingBehavior, of_accelerator
+from plumbline.devices.types import backend_of, device_type
 from plumbline.planning.declaration import Declaration, Refusal
-from plumbline.planning.topologies import MeshChoice, topologies
+from plumbline.planning.devices import MeshChoice, topologies
 from plumbline.results.records import PERFORMANCE
 from plumbline.workloads import EVERY, WORKLOADS, PerformanceWorkload, Workload
 

@@ -31,12 +31,11 @@ from plumbline.judge.checks.update import compare_updates
 from plumbline.judge.expected_metrics import LossTable, ReportedValue
 from plumbline.judge.oracle.noise import norm
 from plumbline.judge.trace_analysis import TraceAnalysis
-from plumbline.launch.cell_launch import behavior_of
+from plumbline.launch.cell_launch import Settings, behavior_of
 from plumbline.launch.pool import Pool
-from plumbline.launch.settings import Settings
 from plumbline.own_workloads.load import use_workloads, workload_of
-from plumbline.planning.accelerator import resolve_accelerator
 from plumbline.planning.declaration import Declaration
+from plumbline.planning.devices import resolve_accelerator
 from plumbline.planning.plan import Matrix, plan
 from plumbline.workloads import WORKLOADS
 

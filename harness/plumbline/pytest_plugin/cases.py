@@ -13,11 +13,11 @@ import pytest
 from plumbline.benchmark.launch_metrics import SamplesError
 from plumbline.benchmark.measurements import measurements, not_applicable
 from plumbline.benchmark.timed_launch import Begin, PairedRounds, TimedLaunch, TimedLaunchError, profiled
-from plumbline.core.accelerator import of_accelerator
 from plumbline.core.cell import Cell
 from plumbline.core.errors import LaunchError, SubjectError
 from plumbline.core.finding import Finding, in_reading_order, is_unexplained
 from plumbline.core.outcome import Outcome
+from plumbline.core.training_behavior import of_accelerator
 from plumbline.engine.examine import Examined
 from plumbline.launch.pool import Pool
 from plumbline.machine.fingerprint import device_name

@@ -9,22 +9,47 @@ from pathlib import Path
 from typing import Any
 
 from plumbline.core.errors import PlanError
-from plumbline.engine.cells_in_flight import CellsInFlight
-from plumbline.engine.judge_process import number_of_judges
-from plumbline.engine.subject_code import subject_code
+from plumbline.engine.cells_in_flight import CellsInFlight, number_of_judges
 from plumbline.engine.subject_pools import SubjectPools
-from plumbline.launch.timeouts import Timeouts
 from plumbline.machine.fingerprint import take_fingerprint
 from plumbline.machine.lease import shared_lease
+from plumbline.planning.declaration import subject_code
 from plumbline.planning.expectation_files import known_of_subject, read_expectations
-from plumbline.planning.options import Options
+from plumbline.planning.options import Options, Reproduction
 from plumbline.planning.plan import Planned, plan
-from plumbline.planning.reproduction import Reproduction
 from plumbline.pytest_plugin.run_on_disk import RunOnDisk
 from plumbline.results.header_footer import Header
 from plumbline.results.records import SourceLine
 from plumbline.statistics.intervals import FEWEST_LAUNCHES
 from plumbline.workloads import PERFORMANCE
+
+MOST_IN_A_ROW = 3
+"""Consecutive cells at the time limit after which a subject is given up. A cell that ends in time resets the count."""
+
+
+class Timeouts:
+    """Gives up a subject whose cells reach ``time_limit`` seconds repeatedly: its other cells could take hours."""
+
+    def __init__(self, time_limit: float) -> None:
+        self._time_limit = time_limit
+        self._in_a_row: dict[str, int] = {}
+
+    def count(self, subject: str, seconds: float | None) -> bool:
+        """Count a cell whose launch took ``seconds``, if any; return whether the subject is given up now."""
+        if seconds is None:
+            return False
+        late = seconds >= self._time_limit
+        self._in_a_row[subject] = self._in_a_row.get(subject, 0) + 1 if late else 0
+        return self._in_a_row[subject] == MOST_IN_A_ROW
+
+    def reason(self, subject: str) -> str | None:
+        """Return why no more cells of ``subject`` are run, or None."""
+        if self._in_a_row.get(subject, 0) < MOST_IN_A_ROW:
+            return None
+        return (
+            f"{subject}: {MOST_IN_A_ROW} cells in a row reached the time limit of {self._time_limit:g} s, so its other "
+            "cells are not run. Fix the hang or raise --time-limit, then continue with --resume."
+        )
 
 
 class Session:

@@ -34,7 +34,7 @@ from plumbline.ranks.rank_main import (
 )
 from plumbline.ranks.world import World
 from plumbline.worker.processes import adopt, die_with, end_all, signal_session, wakeup_pipe
-from plumbline.worker.rank_handle import Log
+from plumbline.worker.rank_log import Log
 
 
 class _Output:

@@ -13,11 +13,9 @@ import torch.distributed
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from plumbline.core.errors import LaunchError
-from plumbline.devices.calls import set_current
-from plumbline.devices.communication import backend_of, device_of
+from plumbline.devices.calls import is_initialised, set_current
 from plumbline.devices.counting import available, count
-from plumbline.devices.forking import is_initialised
-from plumbline.devices.types import device_type
+from plumbline.devices.types import backend_of, device_of, device_type
 from plumbline.launch.this_machine import (
     QUICK_RESOLVER,
     listen,

@@ -9,12 +9,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from plumbline.core.accelerator import EVERY_OTHER
 from plumbline.core.backend import BACKENDS
 from plumbline.core.errors import SubjectError
 from plumbline.core.precision import PRECISIONS
 from plumbline.core.software import Software
-from plumbline.core.training_behavior import ORDINARY, TrainingBehavior
+from plumbline.core.training_behavior import EVERY_OTHER, ORDINARY, TrainingBehavior
 from plumbline.devices.types import accelerators
 from plumbline.user_code.user_module import sha256_of
 
@@ -45,7 +44,7 @@ Train = Callable[[Any], None]
 class Subject:
     """A trainer under test: its function and its declarations.
 
-    ``precisions`` are by accelerator, see :mod:`plumbline.core.accelerator`.
+    ``precisions`` are by accelerator, see :mod:`plumbline.core.training_behavior`.
     """
 
     name: str

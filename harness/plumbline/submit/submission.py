@@ -18,7 +18,7 @@ from typing import Any
 
 from plumbline.core.errors import PlanError, PlumblineError
 from plumbline.core.invocation import SUITES, pytest_arguments, suites
-from plumbline.planning.accelerator import check_accelerator
+from plumbline.planning.devices import check_accelerator
 from plumbline.results.files import point_symlink
 from plumbline.results.header_footer import new_run_id
 from plumbline.results.run import LATEST

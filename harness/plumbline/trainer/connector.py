@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from plumbline.devices.communication import backend_of
 from plumbline.devices.counting import available
 from plumbline.devices.counting import count as count_of
-from plumbline.devices.types import accelerators, device_type
+from plumbline.devices.types import accelerators, backend_of, device_type
 from plumbline.trainer.environments import ClusterEnvironment, detect_environment
 from plumbline.trainer.errors import MisconfigurationError
 from plumbline.trainer.precision_plugins import Autocast, Converted, MasterWeights, PrecisionPlugin

@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
-from plumbline.devices.communication import device_of
+from plumbline.devices.types import device_of
 from plumbline.trainer.checkpoints import TrainingState
 from plumbline.trainer.data_sharding import set_epoch
 from plumbline.trainer.errors import MisconfigurationError

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from plumbline.devices.forking import is_initialised
+from plumbline.devices.calls import is_initialised
 from plumbline.devices.types import device_type
 from plumbline.trainer import checkpoints
 from plumbline.trainer.connector import Plan, connect, make_visible

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import gc
-import json
-import os
 from collections.abc import Sequence
 from typing import Any
 
 from plumbline.core.errors import WorkloadError
-from plumbline.devices.forking import why_no_fork
-from plumbline.own_workloads.content import content_of
-from plumbline.own_workloads.load import calling, use_workloads
+from plumbline.devices.calls import why_no_fork
+from plumbline.devices.counting import in_child
+from plumbline.own_workloads.load import calling, content_of, use_workloads
 from plumbline.workloads import find
 
 
@@ -40,21 +38,12 @@ def _event(contents: dict[str, str] | None = None, message: str = "") -> dict[st
 
 def _contents_in_a_fork(names: Sequence[str]) -> dict[str, Any]:
     """Build models and data in a child: the user's code may start threads or use a device, which survive no fork."""
-    source, sink = os.pipe()
-    pid = os.fork()
-    if not pid:
-        event = _event(message="building its model or data ended the process")
+
+    def contents() -> dict[str, Any]:
         try:
             with calling("building its model and data"):
-                event = _event({name: content_of(find(name)) for name in names})
+                return _event({name: content_of(find(name)) for name in names})
         except WorkloadError as error:
-            event = _event(message=str(error))
-        finally:
-            with open(sink, "w", encoding="utf-8") as pipe:
-                json.dump(event, pipe)
-            os._exit(0)
-    os.close(sink)
-    with open(source, encoding="utf-8") as pipe:
-        answer = pipe.read()
-    os.waitpid(pid, 0)
-    return json.loads(answer) if answer else _event(message="building its model or data ended the process")
+            return _event(message=str(error))
+
+    return in_child(contents) or _event(message="building its model or data ended the process")

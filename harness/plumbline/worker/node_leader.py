@@ -1,7 +1,7 @@
 """The first process of a node whose subject starts its ranks itself: it calls the subject, and waits for the ranks.
 
 It may be a rank itself, for example the only one of its node. Otherwise it writes how the call ended to a file beside
-the ranks' evidence, which ``plumbline.launch.node_launch`` reads.
+the ranks' evidence, which ``plumbline.launch.exit_reason`` reads.
 """
 
 from __future__ import annotations

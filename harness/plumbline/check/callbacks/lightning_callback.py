@@ -9,7 +9,7 @@ try:
 except ImportError:
     from pytorch_lightning import Callback
 
-from plumbline.check.callbacks.told_verdict import ToldVerdict
+from plumbline.check.callbacks.checked import ToldVerdict
 
 
 class LightningCallback(ToldVerdict, Callback):  # type: ignore[misc]

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from plumbline.check.callbacks.told_verdict import ToldVerdict
+from plumbline.check.callbacks.checked import ToldVerdict
 
 
 class TransformersCallback(ToldVerdict, TrainerCallback):  # type: ignore[misc]

@@ -161,7 +161,7 @@ def record(
         CommandError: the command cannot be started, or there is no folder for evidence.
         TraceError: evidence cannot be read.
     """
-    from plumbline.check.evidence.read import read_trainings
+    from plumbline.check.judge.script_checks import read_trainings
 
     with _folder() as folder, closing(ProcessWatch(folder)) as watch:
         write_options(folder, options)

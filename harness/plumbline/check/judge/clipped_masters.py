@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from plumbline.check.judge.received_gradient import ReceivedGradient
-from plumbline.judge.mistakes.case import RIGHT
+from plumbline.judge.truth import RIGHT
 
 OBSERVER = "masters"
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from plumbline.check.evidence.training import Facts, RecordedTraining
-from plumbline.check.judge.model_parts import OBSERVER
 from plumbline.check.judge.noted import headline_note, not_judged
+from plumbline.check.judge.rank_weights import JOINT
 from plumbline.check.judge.step_objective import is_loss_divided
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
@@ -23,7 +23,7 @@ _WRONG = {
 
 def with_stages(training: RecordedTraining, finding: Finding) -> Finding:
     """Return the finding, or a failure if a stage received other gradients than the next stage computed."""
-    noted = [(step.number, step.facts.get(OBSERVER) or {}) for step in training.ranks[0].steps]
+    noted = [(step.number, step.facts.get(JOINT) or {}) for step in training.ranks[0].steps]
     changed = [(number, one) for number, facts in noted for one in facts.get("changed", ())]
     if finding.outcome is not Outcome.PASSED or not changed:
         return finding
@@ -99,7 +99,7 @@ def relations_of_losses(training: RecordedTraining) -> Mapping[str, str]:
 
 def _functions(training: RecordedTraining) -> list[tuple[int, Facts]]:
     steps = training.ranks[0].steps
-    return [(step.number, one) for step in steps for one in (step.facts.get(OBSERVER) or {}).get("functions", ())]
+    return [(step.number, one) for step in steps for one in (step.facts.get(JOINT) or {}).get("functions", ())]
 
 
 def _with_wrong_backward(training: RecordedTraining, finding: Finding) -> Finding | None:

@@ -34,9 +34,8 @@ from plumbline.core.numbers import counted
 from plumbline.core.outcome import Outcome
 from plumbline.judge.findings import Information, failed_with_hint, with_hint
 from plumbline.judge.hypothesis import Hypothesis, holds, register
-from plumbline.judge.mistakes.case import RIGHT
 from plumbline.judge.oracle.noise import PROJECTION_MARGIN, Deviation
-from plumbline.judge.truth import GradientEvidence, Truth
+from plumbline.judge.truth import RIGHT, GradientEvidence, Truth
 from plumbline.replay.reasons import FLAT_PARTS, STALE
 from plumbline.report.text import listed
 

@@ -10,7 +10,7 @@ from typing import Any
 from plumbline.check.evidence.training import Facts
 from plumbline.judge.hypothesis import Hypothesis, Match, holds, register
 from plumbline.judge.mistakes.accumulation import PREVIOUS_STEP_NOT_ZEROED
-from plumbline.judge.mistakes.case import Combination, GradientCase, GradientMistake, SomeParameters, scaled
+from plumbline.judge.truth import Combination, GradientCase, GradientMistake, SomeParameters, scaled
 from plumbline.report.text import listed
 
 

@@ -14,11 +14,11 @@ from plumbline.check.evidence.training import Facts, RecordedTraining
 from plumbline.check.judge.clipped_masters import are_clipped
 from plumbline.check.judge.exchanges import relations_of_losses
 from plumbline.check.judge.joint_gradient import JointGradient
-from plumbline.check.judge.joint_scales import are_clipped_apart, scaled_by_mistake
 from plumbline.check.judge.judged_gradients import judged_gradients
+from plumbline.check.judge.loss_scales import are_clipped_apart, scaled_by_mistake
 from plumbline.check.judge.manual_edits import SAME_LENGTH, about_one_factor, multiplied
-from plumbline.check.judge.model_parts import OBSERVER
 from plumbline.check.judge.noted import not_judged
+from plumbline.check.judge.rank_weights import JOINT
 from plumbline.check.judge.received_gradient import ReceivedGradient
 from plumbline.check.judge.step_objective import NEAR, is_loss_divided, objective_of_losses, steps_together
 from plumbline.check.judge.wrong_together import (
@@ -31,9 +31,8 @@ from plumbline.core.finding import UNEXPLAINED, Finding
 from plumbline.core.outcome import Outcome
 from plumbline.judge.findings import failed_with_hint
 from plumbline.judge.mistakes.accumulation import PREVIOUS_STEP_NOT_ZEROED
-from plumbline.judge.mistakes.case import RIGHT, scaled
 from plumbline.judge.oracle.noise import PROJECTION_MARGIN
-from plumbline.judge.truth import GradientEvidence, Truth
+from plumbline.judge.truth import RIGHT, GradientEvidence, Truth, scaled
 from plumbline.report.text import listed
 
 CHECK = "gradients"
@@ -59,7 +58,7 @@ class JointTruth(Truth[JointGradient]):
         self.training = training
         first = training.ranks[0]
         # All ranks have the same facts, because they exchanged them.
-        found = [(step.number, step.facts.get(OBSERVER)) for step in first.steps]
+        found = [(step.number, step.facts.get(JOINT)) for step in first.steps]
         self.compared = [(number, one) for number, one in found if one and "judged" in one]
         wrong = {number for number, one in self.compared if one["wrong"]}
         scaled = {number: one for number, one in scaled_by_mistake(first.steps).items() if number not in wrong}

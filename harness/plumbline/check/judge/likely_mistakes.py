@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from plumbline.check.evidence.training import RecordedTraining
-from plumbline.check.judge.model_parts import OBSERVER as JOINT
 from plumbline.check.judge.noted import ObserverFacts, amount, failed_observers, headline_note, noted
+from plumbline.check.judge.rank_weights import JOINT
 from plumbline.core.finding import Finding
 from plumbline.report.text import listed
 

@@ -19,7 +19,7 @@ from plumbline.check.judge.unreduced import MADE_EQUAL, ranks_hold_one_model, se
 from plumbline.core.finding import Finding, is_unexplained
 from plumbline.core.numbers import scale_text
 from plumbline.judge.findings import failed_with_hint, with_hint
-from plumbline.judge.mistakes.case import RIGHT
+from plumbline.judge.truth import RIGHT
 from plumbline.report.text import listed
 
 MULTIPLES = frozenset(

@@ -1,4 +1,8 @@
-"""Compares the weights that ranks have in common, by their digests, and by how far they are apart."""
+"""Compares the weights that ranks have in common, and finds parameters that are one rank's part of a model.
+
+Weights are compared by their digests, and by how far they are apart. Parts are experts, for example, and hand-written
+tensor-parallel shards.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,10 @@ from typing import Any
 import torch
 
 from plumbline.check.evidence.training import Parameter, RecordedStep, RecordedTraining
+from plumbline.check.judge.clipped_masters import OBSERVER as MASTERS
 from plumbline.core.numbers import counted
 
-OBSERVER = "weights"
+OBSERVER, JOINT = "weights", "joint"
 
 ULPS = 8
 """Units in the last place by which weights that are rounded differently can differ at most. The distance of projections
@@ -210,3 +215,34 @@ def shared_part(steps: Mapping[int, RecordedStep]) -> Mapping[int, RecordedStep]
         rank: step if len(numbers[rank]) == len(step.parameters) else step.only(numbers[rank])
         for rank, step in steps.items()
     }
+
+
+def forward_communicates(training: RecordedTraining) -> bool:
+    """Return whether the forward of any module communicates with other ranks."""
+    return any((rank.facts.get(JOINT) or {}).get("communicates") for rank in training.ranks)
+
+
+def model_parts(training: RecordedTraining) -> set[tuple[int, str]]:
+    """Return the optimizer and the name of each parameter of which every rank holds a different part.
+
+    Its initial weights differ between ranks, ranks never step with the same gradient for it, and the model's forward
+    communicates. If no forward communicates, the script forgot to synchronise such parameters.
+    """
+    if not forward_communicates(training):
+        return set()
+    apart = {
+        (step.optimizer, name)
+        for rank in training.ranks
+        for step in rank.steps
+        for name in (step.facts.get(MASTERS) or {}).get("apart", ())
+    }
+    shared: set[tuple[int, str]] = set()
+    for place, steps in common_steps(training):
+        optimizer = next(iter(steps.values())).optimizer
+        for one in weights_at(place, steps):
+            key = (optimizer, one.parameter.name)
+            if one.differ("began") and not one.is_wrapped:
+                apart.add(key)
+            if one.share_gradient:
+                shared.add(key)
+    return apart - shared

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 from plumbline.check.evidence.training import RecordedStep, RecordedTraining, ScriptStep
 from plumbline.check.judge.joint_truth import JointTruth
-from plumbline.check.judge.model_parts import forward_communicates
 from plumbline.check.judge.noted import IF_INTENDED, failed_observers, headline_note, information, not_judged
 from plumbline.check.judge.rank_layout import RankLayout, rank_layout
 from plumbline.check.judge.rank_weights import (
     RankWeights,
     common_steps,
+    forward_communicates,
     of_all,
     reduced_parameters,
     weights_are_made_equal,

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from plumbline.check.evidence.training import BackwardPass, Parameter, RecordedStep
 from plumbline.judge.hypothesis import Match
-from plumbline.judge.mistakes.case import RIGHT, Combination, GradientCase, SomeParameters, Weight
 from plumbline.judge.oracle.noise import PROJECTION_MARGIN, UNDERFLOW, Deviation, coarsest_unit, sum_bound
+from plumbline.judge.truth import RIGHT, Combination, GradientCase, SomeParameters, Weight
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from plumbline.check.evidence.training import RecordedTraining
-from plumbline.check.judge.model_parts import forward_communicates
 from plumbline.check.judge.near_replay import BY_SHARD, STILL, NearReplay, differs_from_its_copy, near_replays
 from plumbline.check.judge.noted import ObserverFacts, noted
 from plumbline.check.judge.optimizer_state import changed_state
+from plumbline.check.judge.rank_weights import forward_communicates
 from plumbline.check.judge.step_objective import is_loss_divided
 from plumbline.judge.oracle.noise import Deviation, in_noise, limit
 

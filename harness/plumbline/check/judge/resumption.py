@@ -10,8 +10,15 @@ import torch
 from plumbline.check.evidence.training import RecordedStep, RecordedTraining
 from plumbline.check.judge.noted import headline_note, not_judged
 from plumbline.check.judge.rank_weights import of_all
-from plumbline.check.judge.resumed_state import judge_resumed_state, shares_states
-from plumbline.check.judge.resumed_training import STATE, Resumption, same_weights, step_at, weights_of
+from plumbline.check.judge.resumed_training import (
+    STATE,
+    Resumption,
+    judge_resumed_state,
+    same_weights,
+    shares_states,
+    step_at,
+    weights_of,
+)
 from plumbline.core.finding import Finding
 from plumbline.core.numbers import counted, scale_text
 from plumbline.judge.causes.stage_pattern import ranks_in_words

@@ -1,23 +1,27 @@
-"""The checks of a script, and what they find in the trainings that its processes recorded."""
+"""The checks of a script, the trainings that its processes recorded, and what the checks find in them."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from plumbline.check.evidence.read import read_trainings
-from plumbline.check.evidence.training import RecordedTraining
+from torch import Tensor
+
+from plumbline.check.evidence.options import FILE, GROUP, read_options
+from plumbline.check.evidence.training import BackwardPass, Parameter, RecordedRank, RecordedStep, RecordedTraining
 from plumbline.check.judge.buffers import judge_buffers
 from plumbline.check.judge.clipping import judge_clipping
 from plumbline.check.judge.coverage import Coverage, coverage_of
-from plumbline.check.judge.discarded_passes import without_discarded_passes
 from plumbline.check.judge.documents import judge_documents
 from plumbline.check.judge.estimate import CostEstimate, estimate
 from plumbline.check.judge.experts import judge_experts
 from plumbline.check.judge.frozen_weights import judge_frozen_weights
 from plumbline.check.judge.generator_states import judge_generator_states
 from plumbline.check.judge.gradients import judge_gradients
+from plumbline.check.judge.judged_gradients import without_discarded_passes
 from plumbline.check.judge.learning_rate import judge_learning_rate
 from plumbline.check.judge.likely_mistakes import (
     judge_gathered_outputs,
@@ -39,7 +43,9 @@ from plumbline.check.judge.rows_used import judge_rows_used
 from plumbline.check.judge.skipped_steps import judge_skipped_steps
 from plumbline.check.judge.uneven_ranks import judge_uneven_ranks
 from plumbline.check.judge.update import judge_update
+from plumbline.core.errors import TraceError
 from plumbline.core.finding import Finding, in_reading_order
+from plumbline.evidence.read import read_file
 from plumbline.judge.checks import CHECKS
 from plumbline.judge.consequences import SCRIPT_RULES
 from plumbline.judge.judge import KINDS, Kind, judge
@@ -116,3 +122,88 @@ def with_resumption(
 def _judged(training: RecordedTraining, folder: Path) -> CheckedTraining:
     findings = without_excuse(judge(training))
     return CheckedTraining(training, findings, coverage_of(training, findings), estimate(training, folder))
+
+
+def read_trainings(folder: Path) -> list[RecordedTraining]:
+    """Return the trainings recorded in ``folder``: usually one, or none if no optimizer took a step.
+
+    The ranks of a process group make one training. Each process without a group makes a training of its own. A file
+    that cannot be read raises ``TraceError``, which names it.
+    """
+    groups: dict[tuple[int, str], list[RecordedRank]] = defaultdict(list)
+    for own in sorted(folder.glob("rank-*-*"), key=lambda path: [int(part) for part in path.name.split("-")[1:]]):
+        rank = _read_rank(own)
+        if rank is not None:
+            group = next((one.name for one in own.glob(f"{GROUP}*")), "") if rank.world_size > 1 else own.name
+            groups[rank.world_size, group].append(rank)
+    objective = read_options(str(folder)).objective if (folder / FILE).is_file() else ""
+    return [RecordedTraining(tuple(sorted(ranks, key=lambda one: one.rank)), objective) for ranks in groups.values()]
+
+
+def world_size_of(folder: Path) -> int:
+    """Return the number of ranks of the training in ``folder``, or 0 as long as no step is written.
+
+    A file that cannot be read raises ``TraceError``, which names it.
+    """
+    steps = next(iter(sorted(folder.glob("rank-*-*/step-*.safetensors"))), None)
+    return 0 if steps is None else int(_read(steps)[0]["world_size"])
+
+
+def _read_rank(folder: Path) -> RecordedRank | None:
+    steps = sorted(folder.glob("step-*.safetensors"))
+    if not steps:
+        return None
+    recorded = [_read(path) for path in steps]
+    end = _read(folder / "end.safetensors")[0] if (folder / "end.safetensors").is_file() else {}
+    later = _read(folder / "later.safetensors")[0] if (folder / "later.safetensors").is_file() else {}
+    first = recorded[0][0]
+    return RecordedRank(
+        first["rank"],
+        max(values["world_size"] for values, _ in recorded),
+        tuple(_step(values, tensors) for values, tensors in recorded),
+        {**end.get("facts", {}), **later.get("facts", {})},
+        end.get(
+            "error",
+            "" if end else "its recording is incomplete: the process was killed, or is still recording",
+        ),
+    )
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    try:
+        return read_file(path)
+    except (OSError, LookupError, TypeError, ValueError, RuntimeError, MemoryError) as error:
+        raise TraceError(
+            f"{path} is incomplete or damaged ({type(error).__name__}: {error}); run the command again"
+        ) from error
+
+
+def _step(values: dict[str, Any], tensors: dict[str, Tensor]) -> RecordedStep:
+    return RecordedStep(
+        values["optimizer"],
+        values["number"],
+        tuple(Parameter(**{**one, "shape": tuple(one["shape"])}) for one in values["parameters"]),
+        tensors["received"],
+        _passes("pass", values["passes"], tensors),
+        _passes("other", values["other_passes"], tensors),
+        values["skipped"],
+        values["facts"],
+        values["norm"],
+        tensors.get("unclipped"),
+        tensors.get("replaced"),
+        tensors.get("left"),
+    )
+
+
+def _passes(kind: str, values: list[dict[str, Any]], tensors: dict[str, Tensor]) -> tuple[BackwardPass, ...]:
+    return tuple(
+        BackwardPass(
+            one["number"],
+            tensors[f"{kind} {index}/local"],
+            tensors.get(f"{kind} {index}/exact"),
+            one["scale"],
+            one["facts"],
+            tensors.get(f"{kind} {index}/native"),
+        )
+        for index, one in enumerate(values)
+    )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from plumbline.check.evidence.training import BackwardPass, Facts, RecordedRank, RecordedStep
-from plumbline.check.judge.model_parts import OBSERVER
+from plumbline.check.judge.rank_weights import JOINT
 
 EXACT = 4 * 2.0**-11
 """Relative error up to which a weight counts as an exact number: four roundings to float16, in which a loss may be
@@ -107,7 +107,7 @@ def objective_of(steps: Sequence[RecordedStep]) -> StepObjective | None:
 def objective_of_losses(steps: Sequence[RecordedStep]) -> StepObjective | None:
     """Return the objective of the ranks that compute a loss. Stages of a pipeline may send activations instead."""
     own = [step for step in steps if _shares(step)]
-    losses = (steps[0].facts.get(OBSERVER) or {}).get("losses", len(steps))
+    losses = (steps[0].facts.get(JOINT) or {}).get("losses", len(steps))
     return objective_of(own) if len(own) == losses else None
 
 

@@ -6,12 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from plumbline.check.evidence.training import RecordedRank, RecordedStep, RecordedTraining
-from plumbline.check.judge.model_parts import forward_communicates
 from plumbline.check.judge.noted import headline_note
 from plumbline.check.judge.rank_layout import OBSERVER as LAYOUT
 from plumbline.check.judge.rank_layout import rank_layout
 from plumbline.check.judge.rank_weights import OBSERVER as WEIGHTS
-from plumbline.check.judge.rank_weights import common_steps, shared_part
+from plumbline.check.judge.rank_weights import common_steps, forward_communicates, shared_part
 from plumbline.core.finding import Finding
 from plumbline.core.numbers import counted
 from plumbline.judge.findings import failed_with_hint

@@ -8,8 +8,8 @@ from statistics import NormalDist
 
 from plumbline.check.evidence.training import Facts
 from plumbline.check.judge.joint_gradient import JointGradient
-from plumbline.judge.mistakes.case import scaled
 from plumbline.judge.oracle.noise import FALSE_ALARM
+from plumbline.judge.truth import scaled
 
 DEVIATIONS = NormalDist().inv_cdf(1 - FALSE_ALARM / 2)
 """How far a measured number may be from the true one, in standard deviations."""

@@ -36,8 +36,7 @@ from plumbline.check.rank.recorded_parameters import recorded_parameters
 from plumbline.check.rank.training_passes import TrainingPasses
 from plumbline.check.rank.unclipped import UnclippedGradients
 from plumbline.recording.grad_scaler import skips_in_its_kernel
-from plumbline.recording.observer import Observer
-from plumbline.recording.observers import Observers
+from plumbline.recording.observer import Observer, Observers
 from plumbline.recording.optimizer_steps import OptimizerSteps
 from plumbline.recording.parameter_names import ParameterNames
 from plumbline.recording.parameters import follow_added_parameters, parameters_of

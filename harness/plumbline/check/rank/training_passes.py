@@ -22,7 +22,7 @@ from plumbline.check.rank.own_errors import OwnErrors
 from plumbline.check.rank.parameter_sample import ParameterSample
 from plumbline.check.rank.pass_windows import PassWindows
 from plumbline.recording.flat_sharding import arrivals
-from plumbline.recording.observers import Observers
+from plumbline.recording.observer import Observers
 from plumbline.recording.parameter_names import ParameterNames
 from plumbline.recording.parameters import parameters_of
 from plumbline.recording.sharding import arrival_leaves, is_flat

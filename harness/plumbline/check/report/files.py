@@ -47,7 +47,7 @@ def write_files(
 
         write_whole(json, as_json(checked, verdict))
     if sarif is not None:
-        from plumbline.check.report.annotations import check_sarif
+        from plumbline.check.report.lines import check_sarif
 
         write_whole(sarif, check_sarif(checked, verdict))
     if html is not None:
@@ -58,8 +58,7 @@ def write_files(
 
 def write_report(folder: Path, checked: CheckedCommand, verdict: Verdict) -> None:
     """Write the verdict to ``folder`` in every format. ``REPORT`` has the file names."""
-    from plumbline.check.report.annotations import annotations_on
-    from plumbline.check.report.markdown import verdict_markdown
+    from plumbline.check.report.lines import annotations_on, verdict_markdown
     from plumbline.report.annotations import code_quality
     from plumbline.report.badge import verdict_badge
 

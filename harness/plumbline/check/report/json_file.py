@@ -1,4 +1,7 @@
-"""The verdict as JSON: all of it, in full precision, for programs. ``check.schema.json`` is the schema."""
+"""The verdict as JSON: all of it, in full precision, for programs. ``check.schema.json`` is the schema.
+
+The schema of the estimate of a dry run is ``dry_run.schema.json``.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, JsonValue
 from plumbline.check.command.checked_command import CheckedCommand
 from plumbline.check.command.running import CommandEnd, EndedBy
 from plumbline.check.judge.coverage import Coverage
+from plumbline.check.judge.estimate import CostEstimate
 from plumbline.check.judge.script_checks import CheckedTraining
 from plumbline.check.verdict.description import describe
 from plumbline.check.verdict.verdict import Answer, Verdict, answer_of, notes_on, sentence_on
@@ -179,3 +183,78 @@ def as_json(checked: CheckedCommand, verdict: Verdict) -> str:
 
 def check_schema() -> dict[str, Any]:
     return document_schema(CheckDocument, "check", VERSION)
+
+
+DRY_RUN_VERSION: Final = 1
+"""Version of the schema. Adding a field does not change it."""
+
+DRY_RUN_FILE: Final = Path(__file__).with_name("dry_run.schema.json")
+
+
+class StepCost(BaseModel):
+    """Seconds that one step takes on the slowest rank: plain, recorded, and to recompute its gradients."""
+
+    plain_seconds: float
+    recorded_seconds: float
+    replay_seconds: float
+
+
+class TrainingCost(BaseModel):
+    """The estimated cost of recording the steps of a training.
+
+    ``seconds`` and ``seconds_without_check`` are the times of these steps with and without the check. Each rank needs
+    ``memory_bytes`` of additional memory, and has ``parameter_bytes`` of parameters. The files of all ranks take
+    ``evidence_bytes``.
+    """
+
+    ranks: Count
+    seconds: float
+    seconds_without_check: float
+    step: StepCost
+    memory_bytes: Count
+    parameter_bytes: Count
+    evidence_bytes: Count
+
+    @classmethod
+    def of(cls, one: CostEstimate, steps: int) -> TrainingCost:
+        return cls(
+            ranks=one.ranks,
+            seconds=one.checked_s(steps),
+            seconds_without_check=one.unchecked_s(steps),
+            step=StepCost(plain_seconds=one.plain_s, recorded_seconds=one.recorded_s, replay_seconds=one.replay_s),
+            memory_bytes=one.extra_bytes,
+            parameter_bytes=one.parameter_bytes,
+            evidence_bytes=one.all_evidence_bytes(steps),
+        )
+
+
+class DryRunDocument(BaseModel):
+    """The document that ``plumbline check --dry-run --json`` writes.
+
+    ``trainings`` has only trainings whose cost could be measured. If there are none, ``obstacle`` says why, and is null
+    otherwise.
+    """
+
+    version: Literal[1] = DRY_RUN_VERSION
+    command: tuple[Text, ...]
+    exit_code: int
+    steps: Count
+    obstacle: Text | None
+    script: Script
+    trainings: tuple[TrainingCost, ...]
+
+
+def dry_run_json(checked: CheckedCommand, steps: int, obstacle: str | None, exit_code: int) -> str:
+    document = DryRunDocument(
+        command=checked.command,
+        exit_code=exit_code,
+        steps=steps,
+        obstacle=obstacle,
+        script=Script.of(checked.end),
+        trainings=tuple(TrainingCost.of(one.estimate, steps) for one in checked.trainings if one.estimate),
+    )
+    return f"{document.model_dump_json(indent=2)}\n"
+
+
+def dry_run_schema() -> dict[str, Any]:
+    return document_schema(DryRunDocument, "dry-run", DRY_RUN_VERSION)

@@ -1,9 +1,13 @@
-"""Text that all forms of the verdict share: a line for each finding, the training in words, and what was not judged."""
+"""Text that all forms of the verdict share: a line for each finding, the training in words, and what was not judged.
+
+The verdict as Markdown is for the summary of a CI job, an annotation of a build, or a comment. An annotation puts what
+is wrong at the line of the script that takes the first optimizer step.
+"""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
@@ -14,12 +18,31 @@ from plumbline.check.judge.coverage import NO_REPLAY, Coverage, Share, Uncovered
 from plumbline.check.judge.noted import HeadlineNote
 from plumbline.check.judge.script_checks import CheckedTraining
 from plumbline.check.verdict.description import describe
-from plumbline.check.verdict.verdict import accusations, is_accusation
-from plumbline.core.finding import Finding
+from plumbline.check.verdict.verdict import (
+    Answer,
+    Verdict,
+    accusations,
+    answer_of,
+    is_accusation,
+    notes_on,
+    sentence_on,
+)
+from plumbline.core.finding import Finding, is_unexplained
 from plumbline.core.numbers import counted, x_noise
 from plumbline.core.outcome import Outcome
 from plumbline.judge.findings import Information
-from plumbline.report.text import in_words, listed, percent, shortened
+from plumbline.report.annotations import Annotation, annotate, sarif
+from plumbline.report.text import (
+    in_words,
+    listed,
+    location,
+    markdown,
+    markdown_code,
+    markdown_table,
+    percent,
+    settings_in_words,
+    shortened,
+)
 
 MOST_NAMES = 3
 
@@ -138,3 +161,79 @@ def script_end(checked: CheckedCommand) -> str:
 
 def durations(checked: CheckedCommand) -> str:
     return f"{in_words(checked.end.seconds, 's')}, judged in {in_words(checked.judging_s, 's')}"
+
+
+def annotations_on(checked: CheckedCommand) -> list[Annotation]:
+    """Return the mistakes of each training as annotations. Consequences of other mistakes are left out."""
+    return [
+        _annotation(one, finding)
+        for one in checked.trainings
+        for finding in accusations(one)
+        if finding.consequence_of is None
+    ]
+
+
+def check_sarif(checked: CheckedCommand, verdict: Verdict) -> str:
+    about = {"command": list(checked.command), "verdict": verdict.answer.value, "sentence": verdict.sentence}
+    return sarif(annotations_on(checked), succeeded=verdict.answer is not Answer.NOT_JUDGED, properties=about)
+
+
+def _annotation(one: CheckedTraining, finding: Finding) -> Annotation:
+    rule = finding.check if is_unexplained(finding) else str(finding.cause)
+    return annotate(
+        finding,
+        finding.message,
+        rule=rule,
+        title=f"{finding.check}: {rule.replace('-', ' ')}",
+        key=f"{finding.check}/{rule}",
+        source=describe(one.training).steps_at,
+    )
+
+
+_MARK = {Answer.RIGHT: "✅", Answer.RIGHT_IN_PART: "⚠️", Answer.NOT_JUDGED: "⚠️", Answer.WRONG: "❌"}
+
+
+def verdict_markdown(checked: CheckedCommand, verdict: Verdict) -> str:
+    blocks = [
+        f"### {_markdown_headline(verdict.answer, verdict.sentence)}",
+        *(f"**{markdown(incident)}**" for incident in verdict.incidents),
+        *([f"What to do: {markdown(verdict.next_step)}"] if verdict.next_step else []),
+    ]
+    for index, one in enumerate(checked.trainings, 1):
+        if len(checked.trainings) > 1:
+            blocks.append(f"#### Training {index}: {_markdown_headline(answer_of(one), sentence_on(one))}")
+        blocks += _markdown_of(one, checked.options.truth)
+    blocks.append(f"{markdown_code(shlex.join(checked.command))}: {script_end(checked)}, {durations(checked)}")
+    if checked.settings:
+        blocks.append(markdown(settings_in_words(checked.settings)))
+    return "\n\n".join(blocks) + "\n"
+
+
+def _markdown_headline(answer: Answer, sentence: str) -> str:
+    return f"{_MARK[answer]} {answer.value.upper()}: {markdown(sentence)}"
+
+
+def _markdown_of(one: CheckedTraining, truth: str) -> Iterator[str]:
+    wrong = next(accusations(one), None)
+    if wrong is not None:
+        if place := ", ".join(location(wrong)):
+            yield f"**{'first at ' if wrong.step is not None else ''}{markdown(place)}**"
+        yield markdown(wrong.message)
+    for note in notes_on(one):
+        yield f"> Note: {markdown(note)}"
+    lines = lines_of(one)
+    also = [line for line in lines if line.sign is Sign.WRONG]
+    if also:
+        yield _markdown_rows(also)
+    others = [line for line in lines if line.sign is not Sign.WRONG]
+    if others:
+        yield f"<details><summary>Other checks</summary>\n\n{_markdown_rows(others)}\n\n</details>"
+    facts = [training_line(one), *coverage_lines(one.coverage, truth)]
+    if steps_at := describe(one.training).steps_at:
+        facts.append(f"the first step was taken in {steps_at[0]}, line {steps_at[1]}")
+    yield "\n".join(f"- {markdown(text)}" for text in facts)
+
+
+def _markdown_rows(lines: Iterable[Line]) -> str:
+    rows = ([line.sign.value, markdown(line.check), markdown(line.text)] for line in lines)
+    return markdown_table(["answer", "check", "what was observed"], "lll", rows)

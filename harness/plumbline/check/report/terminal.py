@@ -61,11 +61,9 @@ def verdict_screen(
     return screen.ended(checked)
 
 
-def trainings_screen(
-    trainings: Sequence[CheckedTraining], answer: Answer, sentence: str, obstacle: str, *, width: int = 80
-) -> str:
+def trainings_screen(trainings: Sequence[CheckedTraining], answer: Answer, sentence: str, obstacle: str) -> str:
     """Return the screen for trainings that no command started. ``obstacle`` says what went wrong, if anything did."""
-    screen = _Screen(width, colour=False)
+    screen = _Screen(80, colour=False)
     step = next_step_after(answer, sentence, trainings)
     screen.verdict(answer, sentence, [obstacle] if obstacle else [], step)
     screen.trainings(trainings, RecordingOptions().truth)

@@ -10,8 +10,7 @@ from pathlib import Path
 from plumbline.check.command.checked_command import JudgedWindow
 from plumbline.check.command.running import EndOfCommand
 from plumbline.check.evidence.options import WINDOW
-from plumbline.check.evidence.read import world_size_of
-from plumbline.check.judge.script_checks import judged_trainings
+from plumbline.check.judge.script_checks import judged_trainings, world_size_of
 from plumbline.check.verdict.verdict import Answer, accusations, answer_of, sentence_on
 from plumbline.core.finding import Finding
 from plumbline.core.numbers import compact

@@ -17,9 +17,8 @@ from typing import IO
 
 from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PackageLoader, StrictUndefined, TemplateNotFound
 
-from plumbline.hunt.program.layers import NotExpressedError
-from plumbline.hunt.program.problem import Problem
-from plumbline.launch.process_tags import TAG, end_tagged
+from plumbline.hunt.program.problem import NotExpressedError, Problem
+from plumbline.worker.processes import TAG, end_tagged
 
 MOST_LINES = 80  # non-empty lines of a program
 

@@ -32,18 +32,15 @@ from plumbline.judge.causes.gradient_hypotheses import (
     experts,
     meshes,
     normalisation,
-    norms,
-    optimizers,
     parameters,
     shards,
     stages,
-    way_back,
 )
 from plumbline.judge.causes.metric_case import MetricCase
 from plumbline.judge.causes.oracle_gradient_case import OracleGradientCase
 from plumbline.judge.hypothesis import HYPOTHESES, Evidence, Hypothesis, Match, explain, register
 from plumbline.judge.mistakes import accumulation, scaling, synchronisation
-from plumbline.judge.mistakes.case import Combination, GradientCase, SomeParameters
+from plumbline.judge.truth import Combination, GradientCase, SomeParameters
 
 __all__ = [
     "HYPOTHESES",

@@ -15,10 +15,10 @@ from plumbline.judge.causes.combinations import added, common_factor, factor_bet
 from plumbline.judge.causes.counterfactuals import Counterfactuals, Parts
 from plumbline.judge.causes.stage_pattern import HeldParameters, StagePattern, names_in_words, ranks_in_words
 from plumbline.judge.hypothesis import Hypothesis, Match
-from plumbline.judge.mistakes.case import Combination, GradientCase, SomeParameters, Weight
 from plumbline.judge.oracle.noise import distance, in_noise, length, norm
 from plumbline.judge.oracle.oracle import clipped
 from plumbline.judge.trace_analysis import ExpectedGradients, same
+from plumbline.judge.truth import Combination, GradientCase, SomeParameters, Weight
 
 
 @dataclass(frozen=True)

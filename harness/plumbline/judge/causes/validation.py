@@ -8,7 +8,7 @@ from functools import cached_property
 from plumbline.evidence.trace import Evaluation
 from plumbline.judge.causes.stage_pattern import ranks_in_words
 from plumbline.judge.hypothesis import Hypothesis, Match, TraceCase, holds, register
-from plumbline.judge.oracle.epochs import Position
+from plumbline.judge.oracle.layout import Position
 from plumbline.judge.positions import evaluations_due, position_of
 
 Positions = list[tuple[Position, ...]]

@@ -25,8 +25,7 @@ from plumbline.judge.checks.precision import precision
 from plumbline.judge.checks.rng import rng
 from plumbline.judge.checks.samples import samples
 from plumbline.judge.checks.skipped_steps import skipped_steps
-from plumbline.judge.checks.steps import steps
-from plumbline.judge.checks.training import training
+from plumbline.judge.checks.training import steps, training
 from plumbline.judge.checks.update import update
 from plumbline.judge.checks.validation import validation
 from plumbline.judge.checks.weights import initial_weights, ranks_agree, stillness

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Final
 
 import torch
 
-from plumbline.core.finding import Finding, is_unexplained
+from plumbline.core.finding import Finding, RankShares, is_unexplained
 from plumbline.core.numbers import x_noise
 from plumbline.core.outcome import Outcome
 from plumbline.evidence.trace import Tensors
-from plumbline.judge.causes.combinations import clip_limit_of, factor_between, fit_weights, flat, scaled
+from plumbline.judge.causes.combinations import clip_limit_of, factor_between, fit_weights, flat, scaled, weighted
 from plumbline.judge.causes.counterfactuals import Counterfactuals
-from plumbline.judge.causes.occasions import occasion
 from plumbline.judge.causes.oracle_gradient_case import OracleGradientCase, Pattern
-from plumbline.judge.causes.rank_shares import rank_shares
-from plumbline.judge.causes.stage_pattern import StagePattern, stage_pattern
+from plumbline.judge.causes.stage_pattern import StagePattern, ranks_in_words, stage_pattern
 from plumbline.judge.findings import TwoWayComparison, Vacuous, failed, with_error_grid
 from plumbline.judge.hypothesis import Match
 from plumbline.judge.oracle.noise import TOGETHER, Deviation, distance, error_along, in_noise, length, norm
-from plumbline.judge.trace_analysis import ExpectedGradients, TraceAnalysis
+from plumbline.judge.oracle.oracle import mean_gradient
+from plumbline.judge.trace_analysis import ExpectedGradients, GlobalStep, TraceAnalysis
 from plumbline.judge.truth import GradientEvidence, Truth
 
 PROMISE = "what the backend promises for these samples"
@@ -309,3 +309,92 @@ def _figures(case: OracleGradientCase) -> str:
     cosine = float(torch.nn.functional.cosine_similarity(observed, right, dim=0))
     ratio = norm(observed) / norm(right) if norm(right) else float("inf")
     return f"at {case.location} the gradient has {ratio:.4g} × the right norm, cosine {cosine:.4f}"
+
+
+MOST_RANKS: Final = 8
+
+
+def rank_shares(step: GlobalStep, analysis: TraceAnalysis) -> RankShares | None:
+    """Return each rank's gradient as a weighted sum of the ranks' own gradients.
+
+    None if that is unknown: one rank or too many, ranks that hold one model together, or gradients that no such sum
+    explains within the noise.
+    """
+    expected = analysis.expected[step.index]
+    world = len(step.ranks)
+    if analysis.is_staged or not 1 < world <= MOST_RANKS or any(len(parts) != world for parts in expected.parts):
+        return None
+    own = [mean_gradient([[parts[rank]] for parts in expected.parts]) for rank in range(world)]
+    names = list(expected.raw)
+    rows = []
+    for gradients in (expected.contract, *(one.gradients for one in step.ranks)):
+        weights = fit_weights(own, gradients, names) if gradients.keys() == expected.contract.keys() else None
+        if weights is None:
+            return None
+        summed = weighted(own, weights, expected.contract)
+        # Units are those of a mean: a sum with larger weights has larger roundings.
+        growth = max(1.0, world * max(map(abs, weights)))
+        noise = {name: growth * analysis.noise.at(name, unit) for name, unit in expected.units.items()}
+        if any(not distance(gradients[name], summed[name]) <= analysis.limit * noise[name] for name in names):
+            return None
+        rows.append(tuple(round(weight, 4) for weight in weights))
+    return RankShares(step.index, rows[0], tuple(rows[1:]))
+
+
+def _evaluated(case: OracleGradientCase) -> bool:
+    return any(step == case.index and micro_batches for step, micro_batches in case.counterfactuals.evaluations())
+
+
+def _after_an_evaluation(case: OracleGradientCase) -> bool:
+    begin = case.index - _place_in_epoch(case)
+    return any((begin, 0) < place < (case.index + 1, 0) for place in case.counterfactuals.evaluations())
+
+
+def _place_in_epoch(case: OracleGradientCase) -> int:
+    return case.index % case.counterfactuals.steps_per_epoch
+
+
+OCCASIONS: dict[str, Callable[[OracleGradientCase], bool]] = {
+    "in a step that leaves parameters unused": lambda case: bool(case.unused),
+    "in a window in which the model is evaluated": _evaluated,
+    "after an evaluation, until the epoch ends": _after_an_evaluation,
+    "after the first evaluation": lambda case: any(
+        place < (case.index + 1, 0) for place in case.counterfactuals.evaluations()
+    ),
+    "in a short window": lambda case: case.micro_batches < case.accumulate,
+    "in a full window": lambda case: case.micro_batches == case.accumulate > 1,
+    "in the first step": lambda case: case.index == 0,
+    "in every step but the first": lambda case: case.index > 0,
+    "in the first step of an epoch": lambda case: _place_in_epoch(case) == 0,
+    "in every step of an epoch but its first": lambda case: _place_in_epoch(case) > 0,
+    "in the last step of an epoch": lambda case: _place_in_epoch(case) == case.counterfactuals.steps_per_epoch - 1,
+    "in the first epoch": lambda case: case.index < case.counterfactuals.steps_per_epoch,
+    "from the second epoch on": lambda case: case.index >= case.counterfactuals.steps_per_epoch,
+    "in every second step, starting with the first": lambda case: case.index % 2 == 0,
+    "in every second step, starting with the second": lambda case: case.index % 2 == 1,
+    "after a skipped step": lambda case: case.counterfactuals.skipped_before(case.index),
+}
+"""Properties of a step that do not depend on its gradient, in words, the specific before the general."""
+
+
+def occasion(
+    wrong: Sequence[OracleGradientCase], refuting: Sequence[OracleGradientCase], every: Sequence[OracleGradientCase]
+) -> str | None:
+    """Return in words what holds for every wrong case, and for none that refutes the hypothesis."""
+    for words, holds in OCCASIONS.items():
+        if all(map(holds, wrong)) and not any(map(holds, refuting)):
+            return words
+    ranks = {case.rank for case in wrong}
+    # A rank has no case at a step where its gradient equals an earlier rank's.
+    present = {(case.index, case.rank) for case in every}
+    always = all((index, rank) in present for index in {case.index for case in every} for rank in ranks)
+    on_ranks = f"on {ranks_in_words(sorted(ranks))} only"
+    if always and not ranks & {case.rank for case in refuting}:
+        return on_ranks
+    steps = {case.index for case in wrong}
+    first = min(steps)
+    later = [case for case in refuting if case.index >= first]
+    if len(steps) > 1 and any(case.rank in ranks for case in later):
+        return None
+    when = f"at step {first} only" if len(steps) == 1 else f"from step {first} on"
+    return f"{when}, {on_ranks}" if any(case.index in steps for case in later) else when

@@ -1,15 +1,19 @@
-"""Did the training really compute in the cell's precision?"""
+"""Did the training really compute in the cell's precision, also with master weights?"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
+from torch import Tensor
 
 from plumbline.core.finding import Finding
 from plumbline.core.numbers import compact, x_noise
 from plumbline.core.outcome import Outcome
-from plumbline.judge.checks.master_weights import begun_with_masters, not_copied_back, summed_in_16_bits
-from plumbline.judge.oracle.noise import distance, in_noise
-from plumbline.judge.trace_analysis import TraceAnalysis
+from plumbline.judge.findings import failed_with_hint
+from plumbline.judge.oracle.noise import FALSE_ALARM, distance, in_noise
+from plumbline.judge.oracle.oracle import mean_gradient
+from plumbline.judge.trace_analysis import GlobalStep, TraceAnalysis
 
 COARSE = 100.0
 """A tensor distinguishes 16 bits from 32 if 16-bit noise is at least this many roundings of 32 bits."""
@@ -61,3 +65,86 @@ def precision(analysis: TraceAnalysis) -> Finding | None:
         family=None if good else "amp",
         error_x_noise=nearest,
     )
+
+
+def not_copied_back(analysis: TraceAnalysis) -> Finding | None:
+    """Return the failure of the first step that the model began with weights other than the rounded master weights."""
+    for step in analysis.recorded_steps:
+        for rank, own in enumerate(step.ranks):
+            off = own.off_masters
+            if off:
+                name = max(off, key=lambda one: off[one])
+                return failed_with_hint(
+                    "precision",
+                    f"before this step, {len(off)} of {len(own.before)} parameters of the model differ from the "
+                    "optimizer's master weights rounded to the nearest number, by up to "
+                    f"{off[name]:.2g} of an entry,",
+                    "copy the master weights to the model after each step",
+                    cause="not-copied-back",
+                    family="amp",
+                    step=step.index,
+                    rank=rank,
+                    parameter=name,
+                )
+    return None
+
+
+def summed_in_16_bits(analysis: TraceAnalysis) -> Finding | None:
+    """Return the failure of a step whose gradients were summed in 16 bits although the subject declares float32.
+
+    A sum of several 16-bit numbers in float32 is a 16-bit number only by chance. The same sum on one device shows how
+    often that happens. The check fails only if no entry has more bits, and if that is less probable by chance than a
+    false alarm.
+    """
+    if analysis.behavior.gradients != "float32" or analysis.workload.exact:
+        return None
+    for step in analysis.steps_taken:
+        by_chance = 1.0
+        for name, predicted in _summed_in_float32(analysis, step).items():
+            own = step.ranks[0].gradients.get(name)
+            if own is None:
+                continue
+            if not bool(_is_16_bit(own, analysis).all()):
+                by_chance = 1.0
+                break
+            share = float(_is_16_bit(predicted, analysis).double().mean())
+            by_chance *= share ** predicted.numel()
+        if by_chance < FALSE_ALARM:
+            return failed_with_hint(
+                "precision",
+                f"every entry of the gradients is a {analysis.cell.arithmetic.storage} number, "
+                "although they are sums over several micro-batches or ranks,",
+                "add them up in float32, as declared",
+                cause="summed-in-16-bits",
+                family="amp",
+                step=step.index,
+            )
+    return None
+
+
+def _summed_in_float32(analysis: TraceAnalysis, step: GlobalStep) -> dict[str, Tensor]:
+    """Return the mean over the parts of a gradient, each in 16 bits, in float32; nothing if there is one part."""
+    layout = analysis.layouts[step.index]
+    if sum(map(len, layout)) < 2:
+        return {}
+    analysis.load_step(analysis.cell_oracle, step)
+    parts = [
+        [{name: value.float() for name, value in part.items()} for part in groups]
+        for groups in analysis.cell_oracle.group_gradients(layout)
+    ]
+    return mean_gradient(parts)
+
+
+def _is_16_bit(values: Tensor, analysis: TraceAnalysis) -> Tensor:
+    dtype: torch.dtype = getattr(torch, analysis.cell.arithmetic.storage)
+    return values.to(dtype).double() == values.double()
+
+
+def begun_with_masters(analysis: TraceAnalysis) -> Iterator[GlobalStep]:
+    """Yield the first step if rounding does not change its master weights.
+
+    In later steps, a forward with the unrounded master weights has about as large an error as a forward in 16 bits.
+    """
+    first = analysis.steps_taken[0]
+    if all(bool(_is_16_bit(value, analysis).all()) for value in first.ranks[0].before.values()):
+        yield first

@@ -1,16 +1,21 @@
-"""Are the final weights those of a whole training on one device? This is what the user wants to know."""
+"""Did the optimizer step as often as it should, and are the final weights those of a training on one device?"""
 
 from __future__ import annotations
 
 from plumbline.core.finding import Finding
-from plumbline.judge.findings import TwoWayComparison, Vacuous
+from plumbline.judge.causes.step_count import StepCountCase
+from plumbline.judge.findings import TwoWayComparison, Vacuous, failed, passed
 from plumbline.judge.full_training import FullTraining
+from plumbline.judge.hypothesis import explain
 from plumbline.judge.oracle.noise import Deviation, distance
 from plumbline.judge.trace_analysis import TraceAnalysis
 
 
 def training(analysis: TraceAnalysis) -> Finding:
-    """Train in float64 from the job's weights with the samples that the subject used, and compare the final weights."""
+    """Train in float64 from the job's weights with the samples that the subject used, and compare the final weights.
+
+    This is what the user wants to know.
+    """
     if not analysis.steps_taken:
         raise Vacuous("no optimizer step was taken on all ranks")
     last = analysis.steps_taken[-1]
@@ -33,3 +38,19 @@ def training(analysis: TraceAnalysis) -> Finding:
         raise Vacuous("every weight is zero at the end")
     promise = "those of a training under the backend's contract"
     return comparison.finding("training", "weights at the end", promise, analysis.allowed(full_training.limit))
+
+
+def steps(analysis: TraceAnalysis) -> Finding:
+    """Every rank must attempt one step for each window of every epoch, including the short last window."""
+    expected = analysis.steps_due
+    if not analysis.steps_taken and not (analysis.is_staged and any(trace.steps for trace in analysis.recorded.ranks)):
+        raise Vacuous("no optimizer step was taken on all ranks, so there is nothing to compare")
+    for trace in analysis.recorded.ranks:
+        if len(trace.steps) != expected:
+            message = f"{_counted(len(trace.steps))} instead of {expected}"
+            return explain(failed("steps", message, family="data", rank=trace.rank), StepCountCase(analysis))
+    return passed("steps", f"{_counted(expected)} on every rank")
+
+
+def _counted(steps: int) -> str:
+    return f"{steps} optimizer step{'s' if steps != 1 else ''}"

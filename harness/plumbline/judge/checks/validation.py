@@ -8,7 +8,7 @@ from plumbline.evidence.trace import Evaluation
 from plumbline.judge.causes.validation import EvaluationCase
 from plumbline.judge.findings import failed, passed
 from plumbline.judge.hypothesis import explain
-from plumbline.judge.oracle.epochs import Position
+from plumbline.judge.oracle.layout import Position
 from plumbline.judge.positions import evaluations_due, position_of
 from plumbline.judge.trace_analysis import TraceAnalysis
 

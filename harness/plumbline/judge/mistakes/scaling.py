@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from plumbline.judge.hypothesis import register
-from plumbline.judge.mistakes.case import (
+from plumbline.judge.truth import (
     Combination,
     GradientCase,
     GradientMistake,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from plumbline.judge.hypothesis import register
-from plumbline.judge.mistakes.case import (
+from plumbline.judge.truth import (
     Combination,
     GradientCase,
     GradientMistake,

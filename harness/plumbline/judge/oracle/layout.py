@@ -1,5 +1,7 @@
 """The layout of one optimizer step: which device computed which samples, and which of these share one loss.
 
+Epochs say how a training is divided into such steps.
+
 A layout is a tuple of micro-batches, each a tuple of groups, each a tuple of device shares, each a tuple of sample ids.
 A *group* is what one loss sees: the outputs of its devices are gathered, and the loss is taken over all of them. The
 step's loss is the mean over groups and micro-batches. So every contract is one formula: none is one group of one
@@ -11,9 +13,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from plumbline.core.training_behavior import TrainingBehavior
 from plumbline.evidence.trace import MicroBatch, Step
+from plumbline.workloads import Workload
 
 Share = tuple[int, ...]
 Group = tuple[Share, ...]
@@ -114,3 +118,42 @@ def shuffled(layout: Layout, rng: random.Random) -> Layout:
         )
         for groups in layout
     )
+
+
+Position = tuple[int, int]
+"""A point between two batches: the number of optimizer steps done, and of micro-batches of the next one."""
+
+
+@dataclass(frozen=True)
+class Epochs:
+    """``count`` epochs, each of ``batches``, in windows of ``accumulate``; the last window may be shorter."""
+
+    count: int
+    batches: int
+    accumulate: int
+
+    @classmethod
+    def of(cls, workload: Workload, behavior: TrainingBehavior, devices: int) -> Epochs:
+        """Return how a subject divides a workload. A training by iterations is one epoch of whole windows."""
+        if behavior.by_iterations:
+            return cls(1, workload.steps(devices) * workload.accumulate, workload.accumulate)
+        return cls(workload.epochs, workload.steps_per_epoch, workload.accumulate)
+
+    @property
+    def windows(self) -> int:
+        return -(-self.batches // self.accumulate)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """How many micro-batches each optimizer step of the training has."""
+        whole, rest = divmod(self.batches, self.accumulate)
+        return ((self.accumulate,) * whole + ((rest,) if rest else ())) * self.count
+
+    def after_batch(self, epoch: int, batches: int) -> tuple[Position, ...]:
+        """Return the position after ``batches`` of an epoch; at a window's end, both after and before its step."""
+        whole, rest = divmod(batches, self.accumulate)
+        first = epoch * self.windows
+        if rest and batches < self.batches:
+            return ((first + whole, rest),)
+        done = -(-batches // self.accumulate)
+        return (first + done, 0), (first + done - 1, rest or self.accumulate)

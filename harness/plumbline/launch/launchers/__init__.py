@@ -10,12 +10,11 @@ from collections.abc import Iterable
 
 from plumbline.core.cell import Cell
 from plumbline.core.errors import PlanError
-from plumbline.launch.launchers.base import Launcher, LauncherOptions, LocalLauncher
 from plumbline.launch.launchers.hosts import HostsLauncher
 from plumbline.launch.launchers.ray import RayLauncher
 from plumbline.launch.launchers.slurm import SlurmLauncher
 from plumbline.launch.launchers.torchrun import TorchrunLauncher
-from plumbline.launch.pool import Pool
+from plumbline.launch.pool import Launcher, LauncherOptions, LocalLauncher, Pool
 from plumbline.launch.remote.node_checks import too_few_devices
 from plumbline.launch.remote.remote_pool import RemotePool
 

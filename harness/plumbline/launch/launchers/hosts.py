@@ -10,10 +10,8 @@ import shlex
 import sys
 
 from plumbline.core.errors import PlanError
-from plumbline.launch.launchers.base import Launcher, LauncherOptions
-from plumbline.launch.pool import WORKER
+from plumbline.launch.pool import WORKER, Launcher, LauncherOptions
 from plumbline.launch.remote.remote_pool import RemotePool
-from plumbline.launch.start_wait import Notify, ignore
 from plumbline.worker.node_server import addresses
 
 NUMBER = "{node}"
@@ -38,26 +36,16 @@ class HostsLauncher(Launcher):
         self.machines = self.nodes
 
     def pool(self, locator: str, python: str | None) -> RemotePool:
-        return HostsPool(locator, python, self.nodes, self._command, self._address, self._notify)
-
-
-class HostsPool(RemotePool):
-    """Launches ranks of one subject on ``nodes`` hosts.
-
-    ``command`` reaches the hosts; they reach this machine at ``address``.
-    """
-
-    def __init__(
-        self, locator: str, python: str | None, nodes: int, command: str, address: str, notify: Notify = ignore
-    ) -> None:
         def start_commands(port: int) -> list[list[str]]:
-            server = [python or sys.executable, str(WORKER), "--token-from-stdin", "--connect", f"{address}:{port}"]
+            connect = ["--token-from-stdin", "--connect", f"{self._address}:{port}"]
+            server = [python or sys.executable, str(WORKER), *connect]
             return [
-                [*shlex.split(command.replace(NUMBER, str(node))), *server, "--as-node", str(node), locator]
-                for node in range(nodes)
+                [*shlex.split(self._command.replace(NUMBER, str(node))), *server, "--as-node", str(node), locator]
+                for node in range(self.nodes)
             ]
 
-        super().__init__(locator, nodes, start_commands, (address, 0), notify=notify, token_on_stdin=True)
+        place = (self._address, 0)
+        return RemotePool(locator, self.nodes, start_commands, place, notify=self._notify, token_on_stdin=True)
 
 
 def only_address() -> str:

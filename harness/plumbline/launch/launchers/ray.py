@@ -17,10 +17,9 @@ from pathlib import Path
 from plumbline.core.errors import PlanError
 from plumbline.core.invocation import command
 from plumbline.launch import remote
-from plumbline.launch.launchers.base import Launcher, LauncherOptions
-from plumbline.launch.pool import SERVER_ENVIRONMENT, WORKER
+from plumbline.launch.pool import SERVER_ENVIRONMENT, WORKER, Launcher, LauncherOptions
 from plumbline.launch.remote.remote_pool import RemotePool
-from plumbline.launch.start_wait import START_TIMEOUT_S, Notify
+from plumbline.launch.start_wait import START_TIMEOUT_S
 from plumbline.launch.this_machine import loopback
 from plumbline.worker.node_server import CONNECT_TIMEOUT_S
 from plumbline.worker.scratch import NODE, Scratch
@@ -58,44 +57,21 @@ class RayLauncher(Launcher):
         """Return a pool over all nodes. A pool that replaces a lost one waits until enough nodes are back."""
         groups = 0 if locator in self._started else self._groups
         self._started.add(locator)
-        request = [*self._request, "--groups", str(groups)]
-        return RayPool(locator, python, self.nodes, request, self._cluster, self._address, self._notify)
-
-
-class RayPool(RemotePool):
-    """Launches ranks of one subject on ``nodes`` nodes of a Ray cluster.
-
-    ``cluster`` is the cluster's address; if None, the pool starts its own. ``request`` has the driver's options for the
-    nodes. The nodes reach this process at ``address``.
-    """
-
-    def __init__(
-        self,
-        locator: str,
-        python: str | None,
-        nodes: int,
-        request: list[str],
-        cluster: str | None,
-        address: str,
-        notify: Notify,
-    ) -> None:
         # Not in the temporary directory, because the paths of Ray's sockets must be short.
-        self._scratch = None if cluster else Scratch.new(NODE, "/tmp")
-        where = ["--temp-dir", self._scratch.path] if self._scratch else ["--address", str(cluster)]
-        asked = [*request, "--timeout", str(START_TIMEOUT_S), "--environment", json.dumps(SERVER_ENVIRONMENT)]
+        scratch = None if self._cluster else Scratch.new(NODE, "/tmp")
+        driver = [sys.executable, str(DRIVER)]
+        driver += ["--temp-dir", scratch.path] if scratch else ["--address", str(self._cluster)]
+        driver += [*self._request, "--groups", str(groups)]
+        driver += ["--timeout", str(START_TIMEOUT_S), "--environment", json.dumps(SERVER_ENVIRONMENT)]
 
         def start_commands(port: int) -> list[list[str]]:
-            server = [python or sys.executable, str(WORKER), "--token-from-stdin", "--connect", f"{address}:{port}"]
-            return [[sys.executable, str(DRIVER), *where, *asked, *server, locator]]
+            connect = ["--token-from-stdin", "--connect", f"{self._address}:{port}"]
+            return [[*driver, python or sys.executable, str(WORKER), *connect, locator]]
 
-        super().__init__(locator, nodes, start_commands, (address, 0), notify=notify, token_on_stdin=True)
-
-    def close(self) -> None:
-        """End the servers, the driver, and the cluster if this pool started it."""
-        super().close()
-        if self._scratch:
-            self._scratch.leave(remove=True)
-            self._scratch = None
+        place = (self._address, 0)
+        return RemotePool(
+            locator, self.nodes, start_commands, place, notify=self._notify, token_on_stdin=True, scratch=scratch
+        )
 
 
 def find_cluster(address: str) -> tuple[str | None, str]:

@@ -19,8 +19,7 @@ from plumbline.core.cell import Cell
 from plumbline.core.errors import LaunchError, PlanError
 from plumbline.core.invocation import command, suite_command
 from plumbline.launch.launch_progress import LaunchedRankEnd, RunningLaunch
-from plumbline.launch.launchers.base import Launcher, LauncherOptions
-from plumbline.launch.pool import WORKER
+from plumbline.launch.pool import WORKER, Launcher, LauncherOptions
 from plumbline.launch.remote.remote_pool import RemotePool
 from plumbline.launch.start_wait import Notify, ignore
 

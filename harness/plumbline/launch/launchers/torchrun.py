@@ -10,15 +10,13 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from plumbline.core.cell import Cell
 from plumbline.core.errors import PlanError
 from plumbline.launch import this_machine
-from plumbline.launch.launchers.base import Launcher, LauncherOptions
-from plumbline.launch.pool import WORKER
+from plumbline.launch.pool import WORKER, Launcher, LauncherOptions
 from plumbline.launch.remote.remote_pool import RemotePool
 from plumbline.launch.start_wait import START_TIMEOUT_S, Notify, ignore
 from plumbline.launch.this_machine import new_store
@@ -53,7 +51,26 @@ class TorchrunLauncher(Launcher):
     def pool(self, locator: str, python: str | None) -> RemotePool:
         if self._place is None:
             return TorchrunPool(locator, python, self.nodes, self._notify)
-        return TorchrunByHandPool(locator, python, self.nodes, self._place, self._store, self._notify)
+        return self._pool_by_hand(locator, python, self._place)
+
+    def _pool_by_hand(self, locator: str, python: str | None, place: tuple[str, int]) -> RemotePool:
+        """Return a pool on nodes that the user starts, and show the command.
+
+        The store of torchrun's rendezvous outlives the pool, so that nodes can come back after their server was lost.
+        """
+        given = os.environ.get(TOKEN)
+        pool = _TorchrunRanks(locator, self.nodes, lambda port: [], place, given, self._notify)
+        torchrun = [python, "-m", "torch.distributed.run"] if python else ["torchrun"]
+        worker = [str(WORKER)] if python else ["-m", "plumbline.worker"]
+        words = [*torchrun, *rendezvous(self.nodes, self._store, place[0]), "--max-restarts", str(_RESTARTS), *worker]
+        words += server(f"{place[0]}:{place[1]}", locator)
+        # The user's own secret is not shown, because output may be kept.
+        token = f'"${TOKEN}"' if given else pool.token
+        self._notify(
+            f"waiting up to {START_TIMEOUT_S:.0f} s for {self.nodes} nodes; on each of them, in this folder, run\n"
+            f"    {TOKEN}={token} {shlex.join(words)}"
+        )
+        return pool
 
 
 class _TorchrunRanks(RemotePool):
@@ -72,53 +89,16 @@ class TorchrunPool(_TorchrunRanks):
         self._store = new_store(this_machine.loopback())
         # Without this folder, each agent would create one for its logs, and would not remove it.
         logs = Scratch.new(RUN)
-        self._logs: Scratch | None = logs
         agent = [python or sys.executable, "-m", "torch.distributed.run", *rendezvous(nodes, self._store)]
         agent += ["--log-dir", logs.path]
 
         def start_commands(port: int) -> list[list[str]]:
             return [[*agent, str(WORKER), *server(f"{this_machine.loopback()}:{port}", locator)]] * nodes
 
-        super().__init__(locator, nodes, start_commands, (this_machine.loopback(), 0), notify=notify)
-
-    def close(self) -> None:
-        super().close()
-        if self._logs is not None:
-            self._logs.leave(remove=True)
-            self._logs = None
+        super().__init__(locator, nodes, start_commands, (this_machine.loopback(), 0), notify=notify, scratch=logs)
 
     def variables(self, cell: Cell, rank: int, oversubscribe: bool) -> dict[str, str]:
         return super().variables(cell, rank, oversubscribe) | this_machine.own_devices(cell, rank, oversubscribe)
-
-
-class TorchrunByHandPool(_TorchrunRanks):
-    """Launches ranks of one subject on nodes that the user starts; ``notify`` shows the command.
-
-    ``store`` is the store of torchrun's rendezvous. It outlives the pool, so that nodes can come back after their
-    server was lost.
-    """
-
-    def __init__(
-        self,
-        locator: str,
-        python: str | None,
-        nodes: int,
-        place: tuple[str, int],
-        store: TCPStore,
-        notify: Callable[[str], None],
-    ) -> None:
-        given = os.environ.get(TOKEN)
-        super().__init__(locator, nodes, lambda port: [], place, given, notify)
-        torchrun = [python, "-m", "torch.distributed.run"] if python else ["torchrun"]
-        worker = [str(WORKER)] if python else ["-m", "plumbline.worker"]
-        words = [*torchrun, *rendezvous(nodes, store, place[0]), "--max-restarts", str(_RESTARTS), *worker]
-        words += server(f"{place[0]}:{place[1]}", locator)
-        # The user's own secret is not shown, because output may be kept.
-        token = f'"${TOKEN}"' if given else self.token
-        notify(
-            f"waiting up to {START_TIMEOUT_S:.0f} s for {nodes} nodes; on each of them, in this folder, run\n"
-            f"    {TOKEN}={token} {shlex.join(words)}"
-        )
 
 
 def rendezvous(nodes: int, store: TCPStore, host: str | None = None) -> list[str]:

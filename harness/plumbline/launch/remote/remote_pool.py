@@ -17,13 +17,13 @@ from plumbline.core.errors import LaunchError, SubjectError
 from plumbline.launch.launch_progress import EXIT_GRACE_S, RunningLaunch, contents_of, event_of
 from plumbline.launch.pool import SERVER_ENVIRONMENT, Pool
 from plumbline.launch.remote.node_checks import Node, cut_off, differing, other_plumbline
-from plumbline.launch.remote.node_listener import FAREWELL, NodeListener
-from plumbline.launch.remote.node_processes import NodeProcesses
+from plumbline.launch.remote.node_listener import FAREWELL, NodeListener, NodeProcesses
 from plumbline.launch.start_wait import Notify, StartWait, ignore
 from plumbline.launch.this_machine import ELASTIC
 from plumbline.worker.assignment import Assignment
 from plumbline.worker.authenticated_channel import AuthenticatedChannel
 from plumbline.worker.node_server import KEEPALIVE_TIMEOUT_S, TOKEN, package_hash
+from plumbline.worker.scratch import Scratch
 
 PROBE_TIMEOUT_S = 10.0
 """Time for each node to reach all others, before the first cell. It is enough for four attempts of the kernel."""
@@ -38,7 +38,8 @@ class RemotePool(Pool):
     ``start_commands`` gets the port that this process listens on, and returns the commands that start the nodes' fork
     servers; there are none if the user starts the nodes. The commands end together with the servers. This process
     listens at ``place``, and shares the secret ``token`` (None: a random one) with its nodes. They read it from their
-    environment or, with ``token_on_stdin``, from standard input.
+    environment or, with ``token_on_stdin``, from standard input. ``scratch`` is a folder of the commands, which is
+    removed when the pool is closed.
     """
 
     def __init__(
@@ -51,11 +52,13 @@ class RemotePool(Pool):
         notify: Notify = ignore,
         *,
         token_on_stdin: bool = False,
+        scratch: Scratch | None = None,
     ) -> None:
         self.locator = locator
         self._address = place[0]
         self._notify = notify
         self._count = nodes
+        self._scratch = scratch
         self._nodes: dict[int, Node] = {}
         self._channels: dict[int, AuthenticatedChannel] = {}
         self._queue: list[dict[str, Any]] = []
@@ -215,6 +218,9 @@ class RemotePool(Pool):
         self._broken = True
         # Servers end when their connection closes. If the nodes were never warm, there is nothing to wait for.
         self._processes.close(EXIT_GRACE_S if self._subjects is not None else 0)
+        if self._scratch is not None:
+            self._scratch.leave(remove=True)
+            self._scratch = None
 
     def _send(self, command: dict[str, Any]) -> None:
         for number in list(self._channels):

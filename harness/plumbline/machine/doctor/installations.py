@@ -73,8 +73,7 @@ def _over_nccl(pool: Pool, limit: float) -> ProbeResult:
 
 
 def _over_own(pool: Pool, accelerator: str, present: int, limit: float) -> ProbeResult:
-    from plumbline.devices.communication import backend_of
-    from plumbline.devices.types import device_type
+    from plumbline.devices.types import backend_of, device_type
 
     backend, label = backend_of(accelerator), device_type(accelerator).label
     if backend is None:
@@ -89,8 +88,7 @@ def _over_own(pool: Pool, accelerator: str, present: int, limit: float) -> Probe
 def _together(pool: Pool, accelerator: str, over: str, advice: str, limit: float) -> ProbeResult:
     from plumbline.judge.judge import judge
     from plumbline.judge.trace_analysis import TraceAnalysis
-    from plumbline.launch.cell_launch import launch
-    from plumbline.launch.settings import Settings
+    from plumbline.launch.cell_launch import Settings, launch
     from plumbline.workloads import find
 
     cell = Cell("reference", "mlp", "ddp", Topology(1, 2), "32", accelerator)

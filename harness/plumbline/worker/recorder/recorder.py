@@ -25,9 +25,8 @@ from plumbline.recording.backward_passes import in_backward
 from plumbline.recording.grad_scaler import skips_in_its_kernel
 from plumbline.recording.pause import is_paused, paused
 from plumbline.recording.process import rank_and_world
-from plumbline.worker.recorder.model_tensors import ModelTensors
+from plumbline.worker.recorder.model_tensors import ModelTensors, copied, is_zero
 from plumbline.worker.recorder.passes import Forward, OptimizerPart, Passes, belongs, joined
-from plumbline.worker.recorder.tensor_copies import copied, is_zero
 from plumbline.worker.step_hooks import StepCounter, StepHooks
 
 

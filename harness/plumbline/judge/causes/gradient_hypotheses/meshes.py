@@ -13,9 +13,9 @@ from plumbline.judge.causes.combinations import clip_factor, mean, scaled
 from plumbline.judge.causes.held_parts import HeldParts, block_of, mean_over
 from plumbline.judge.causes.oracle_gradient_case import GradientHypothesis, Gradients, OracleGradientCase, multiplied
 from plumbline.judge.hypothesis import holds, register
-from plumbline.judge.mistakes.case import Combination, SomeParameters, Weight
 from plumbline.judge.oracle.noise import norm
 from plumbline.judge.oracle.oracle import clipped, mean_gradient
+from plumbline.judge.truth import Combination, SomeParameters, Weight
 
 
 def _sizes(case: OracleGradientCase) -> list[int]:

@@ -1,14 +1,52 @@
-"""The topologies for a number of devices, and the parser of ``--mesh replicate=2,tp=4``, which finds the backend."""
+"""The devices of a run: the type of ``--accelerator``, the topologies of ``--gpus`` and ``--nodes``, and ``--mesh``."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
+import torch
+
 from plumbline.core.backend import BACKENDS, Backend, Held
 from plumbline.core.cell import Cell
 from plumbline.core.errors import PlanError
 from plumbline.core.topology import Topology
+from plumbline.devices.counting import available, count
+from plumbline.devices.types import accelerators, device_type, module_of
+
+
+def check_accelerator(requested: str) -> None:
+    """Raise ``PlanError`` if no type of device has this name. This machine need not have such a device."""
+    known = ("auto", "cpu", *accelerators())
+    if requested not in known:
+        raise PlanError(f"--accelerator {requested}: unknown type of device; choose from {', '.join(known)}")
+
+
+def resolve_accelerator(requested: str) -> tuple[str, int]:
+    """Return the accelerator for ``--accelerator``, which may be ``auto``, and the number of its devices.
+
+    The number for ``cpu`` is 0, because the CPU simulates any number of devices.
+
+    Raises:
+        PlanError: this torch does not support the type, or this machine has no such device.
+    """
+    if requested == "auto":
+        return available()
+    if requested == "cpu":
+        return "cpu", 0
+    if module_of(requested) is None:
+        known = ", ".join(("cpu", *(name for name in accelerators() if module_of(name) is not None)))
+        raise PlanError(
+            f"--accelerator {requested}: torch {torch.__version__} has no devices of this type; it has {known}"
+        )
+    present = count(requested)
+    if not present:
+        raise PlanError(
+            f"--accelerator {requested}: this machine has no {device_type(requested).label} device; "
+            "use --accelerator cpu"
+        )
+    return requested, present
+
 
 COUNTS = (1, 2, 3, 4, 8)
 """Numbers of devices to try. 3 reveals mistakes that powers of two hide."""
@@ -36,8 +74,8 @@ def topologies(gpus: int, nodes: int | None = None) -> list[Topology]:
 def _splits(gpus: int) -> set[Topology]:
     # More than two nodes with one device each would show nothing new.
     found = {Topology(2, 1)} if gpus >= 2 else set()
-    for count in _counts(gpus):
-        found |= {Topology(n, count // n) for n in range(2, count) if count % n == 0 and count // n > 1}
+    for devices in _counts(gpus):
+        found |= {Topology(n, devices // n) for n in range(2, devices) if devices % n == 0 and devices // n > 1}
     return found
 
 
