@@ -70,7 +70,10 @@ def test_what_can_be_checked_is_let_through(words):
         (["--time-limit", "0"], "must be a number above 0"),
         (["--time-limit", "nan"], "must be a number above 0"),
         (["--json", "no/folder/file.json"], "create it first"),
-        (["--html", "/"], "is a folder: name a file"),
+        (["--html", "/"], "--html: / is a folder: name a file"),
+        (["--html", "train.py/x.html"], "--html: train.py is a file, not a folder: name a folder"),
+        (["--report-dir", "train.py"], "--report-dir: train.py is a file, not a folder: name a folder"),
+        (["--json", "/proc/x.json"], "--json: cannot create x.json in /proc: "),
     ],
 )
 def test_an_option_that_cannot_be_meant_is_a_usage_error(options, way_out, capsys):

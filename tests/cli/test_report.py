@@ -69,7 +69,14 @@ def test_one_format_is_written_where_it_is_wanted(run: Path, tmp_path: Path, cap
     assert {file.name for file in run.iterdir()} == {"results.jsonl"}
 
 
-@pytest.mark.parametrize("arguments", [["-o", "x"], ["--format", "xml"]])
+def test_one_format_is_written_where_a_link_leads(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "link.md").symlink_to(tmp_path / "target.md")
+    assert main(["report", str(run), "--format", "md", "-o", str(tmp_path / "link.md")]) == 0
+    assert (tmp_path / "link.md").is_symlink()
+    assert (tmp_path / "target.md").read_text().startswith("# 1 mistake in")
+
+
+@pytest.mark.parametrize("arguments", [["-o", "x"], ["--format", "xml"], ["--format", "md", "-o", "no/folder/x"]])
 def test_a_wrong_command_line_is_said_so(run: Path, capsys: pytest.CaptureFixture, arguments: list[str]) -> None:
     try:
         code = main(["report", str(run), *arguments])

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from plumbline.cli.arguments import IGNORE, IGNORE_HELP, at_least, declare, duration
 from plumbline.core.errors import TROUBLE, PlanError
+from plumbline.report.output_file import refuse_unwritable, write_output
 
 if TYPE_CHECKING:
     from plumbline.check.verdict.windows import WindowJudge
@@ -79,7 +80,7 @@ def check(options: argparse.Namespace) -> int:
     """
     from plumbline.check.command.running import command_in
     from plumbline.check.evidence.options import RecordingOptions
-    from plumbline.check.report.files import make_folder, refuse_unwritable
+    from plumbline.check.report.files import make_folder
 
     command = command_in(options.command)
     if options.dry_run and (options.html or options.sarif or options.report_dir or options.github):
@@ -100,7 +101,9 @@ def check(options: argparse.Namespace) -> int:
         )
     if options.resume_command and not options.resume_after:
         raise PlanError("--resume-command needs --resume-after K")
-    refuse_unwritable(options.html, options.json, options.sarif)
+    for name in ("html", "json", "sarif"):
+        if (file := getattr(options, name)) is not None:
+            refuse_unwritable(f"--{name}", file)
     for name, needs in (("--html", ["jinja2"]), ("--json", ["pydantic"]), ("--report-dir", ["pydantic", "jinja2"])):
         missing = [module for module in needs if importlib.util.find_spec(module) is None]
         if missing and getattr(options, name[2:].replace("-", "_")):
@@ -155,7 +158,6 @@ def _dry_run(command: list[str], options: argparse.Namespace) -> int:
     from plumbline.check.command.checked_command import run_and_judge
     from plumbline.check.evidence.options import RecordingOptions
     from plumbline.check.judge.estimate import PLAIN_STEPS
-    from plumbline.check.report.files import write_whole
     from plumbline.check.report.terminal import dry_run_screen
     from plumbline.check.verdict.obstacles import why_no_estimate
 
@@ -167,7 +169,7 @@ def _dry_run(command: list[str], options: argparse.Namespace) -> int:
     if options.json is not None:
         from plumbline.check.report.json_file import dry_run_json
 
-        write_whole(options.json, dry_run_json(checked, options.steps, why, code))
+        write_output(options.json, dry_run_json(checked, options.steps, why, code))
     return code
 
 

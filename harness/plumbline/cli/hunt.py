@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from plumbline.cli.arguments import declare, duration, print_error
 from plumbline.core.errors import TROUBLE
 from plumbline.core.numbers import counted
+from plumbline.report.output_file import refuse_file_as_folder
 from plumbline.subjects.load import parse_subject
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ def hunt(options: argparse.Namespace) -> int:
             raise
         print_error("hunt needs hypothesis: pip install 'torch-plumbline[hunt]'")
         return TROUBLE
+    if options.folder:
+        refuse_file_as_folder("--folder", options.folder)
     with (
         open_subject(options.subject) as (pool, declared),
         tempfile.TemporaryDirectory(prefix="plumbline-") as scratch,

@@ -11,8 +11,8 @@ from plumbline.cli.arguments import JSON, RUN, declare, print_error
 from plumbline.core.errors import TROUBLE, PlanError
 from plumbline.core.numbers import counted
 from plumbline.report.formats import format_names, report_format, write_report
+from plumbline.report.output_file import refuse_unwritable, write_output
 from plumbline.report.text import printable, printable_lines
-from plumbline.results.files import write_text
 from plumbline.results.run import read_run
 
 if TYPE_CHECKING:
@@ -55,11 +55,13 @@ def report(options: argparse.Namespace) -> int:
     chosen = None if options.format is None else report_format(options.format)
     if chosen is None and options.output is not None:
         raise PlanError("-o writes a single format: add --format")
+    if options.output is not None:
+        refuse_unwritable("-o", options.output)
     if chosen is None:
         write_report(options.run)
         print(run.path / "report.html")
     elif options.output is not None:
-        write_text(options.output, chosen.render(run))
+        write_output(options.output, chosen.render(run))
     else:
         sys.stdout.write(chosen.render(run))
     return 0

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from plumbline.core.errors import PlanError
+from plumbline.report.output_file import refuse_file_as_folder, refuse_unwritable, write_output
 
 if TYPE_CHECKING:
     from plumbline.check.command.checked_command import CheckedCommand
@@ -17,43 +17,31 @@ REPORT: Final = ("verdict.html", "verdict.json", "verdict.sarif", "verdict.md", 
 
 def make_folder(folder: Path) -> None:
     """Create the folder of a report; raise ``PlanError`` if it cannot be created or its files cannot be written."""
+    refuse_file_as_folder("--report-dir", folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise PlanError(f"--report-dir: cannot create {folder}: {error.strerror}") from error
-    refuse_unwritable(*(folder / name for name in REPORT))
-
-
-def refuse_unwritable(*files: Path | None) -> None:
-    """Refuse files that cannot be written, before a training starts.
-
-    It raises ``PlanError`` if a path is a folder, if its parent folder is missing, or if it cannot be written.
-    """
-    for file in filter(None, files):
-        if file.is_dir():
-            raise PlanError(f"{file} is a folder: name a file")
-        if not file.absolute().parent.is_dir():
-            raise PlanError(f"there is no folder {file.absolute().parent} for {file.name}: create it first")
-        if not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
-            raise PlanError(f"{file} cannot be written: choose another place")
+        raise PlanError(f"--report-dir: cannot create {folder}: {error.strerror}; choose another place") from error
+    for name in REPORT:
+        refuse_unwritable("--report-dir", folder / name)
 
 
 def write_files(
     checked: CheckedCommand, verdict: Verdict, *, html: Path | None, json: Path | None, sarif: Path | None = None
 ) -> None:
-    """Write the requested files with ``write_whole``."""
+    """Write the requested files with ``write_output``."""
     if json is not None:
         from plumbline.check.report.json_file import as_json
 
-        write_whole(json, as_json(checked, verdict))
+        write_output(json, as_json(checked, verdict))
     if sarif is not None:
         from plumbline.check.report.lines import check_sarif
 
-        write_whole(sarif, check_sarif(checked, verdict))
+        write_output(sarif, check_sarif(checked, verdict))
     if html is not None:
         from plumbline.check.report.page import verdict_page
 
-        write_whole(html, verdict_page(checked, verdict))
+        write_output(html, verdict_page(checked, verdict))
 
 
 def write_report(folder: Path, checked: CheckedCommand, verdict: Verdict) -> None:
@@ -64,19 +52,6 @@ def write_report(folder: Path, checked: CheckedCommand, verdict: Verdict) -> Non
 
     html, json, sarif, markdown, quality, image = (folder / name for name in REPORT)
     write_files(checked, verdict, html=html, json=json, sarif=sarif)
-    write_whole(markdown, verdict_markdown(checked, verdict))
-    write_whole(quality, code_quality(annotations_on(checked)))
-    write_whole(image, verdict_badge(verdict.answer.value))
-
-
-def write_whole(file: Path, text: str) -> None:
-    """Write a file completely, or leave it as it was.
-
-    It raises ``OSError`` if the file cannot be written.
-    """
-    new = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        new.write_text(text, encoding="utf-8")
-        new.replace(file)
-    finally:
-        new.unlink(missing_ok=True)
+    write_output(markdown, verdict_markdown(checked, verdict))
+    write_output(quality, code_quality(annotations_on(checked)))
+    write_output(image, verdict_badge(verdict.answer.value))
