@@ -143,6 +143,15 @@ def test_what_does_not_begin_with_a_header_is_no_run(tmp_path: Path, content: by
         read_bytes(tmp_path, content)
 
 
+@pytest.mark.parametrize("content", [b"", b"no header\n"])
+def test_only_the_folder_of_a_run_is_named_for_deletion(tmp_path: Path, content: bytes) -> None:
+    with pytest.raises(MissingHeader, match="Delete its folder"):
+        read_bytes(tmp_path, content)
+    (tmp_path / "afile").write_bytes(content)
+    with pytest.raises(MissingHeader, match=r"afile is not a run: name a folder that holds a results\.jsonl\.$"):
+        read_run(tmp_path / "afile")
+
+
 def test_no_run_is_said_so(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "nowhere", tmp_path / "pipe"):

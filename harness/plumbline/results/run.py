@@ -130,7 +130,7 @@ def _assemble(content: bytes, file: Path) -> Run:
     lines = content.split(b"\n")
     numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not numbered:
-        raise MissingHeader(f"{file} is empty: the run ended before it began. Delete its folder.")
+        raise MissingHeader(_without_header(file, "is empty"))
     header = _read_header(file, *numbered[0])
     results: list[Result] = []
     measurements: list[Measurement] = []
@@ -171,6 +171,15 @@ def _read_record(file: Path, number: int, line: bytes, *, may_be_torn: bool) -> 
         raise CorruptRecord(f"{file}, line {number}: {error}. {_WAY_OUT}") from error
 
 
+def _without_header(file: Path, what: str) -> str:
+    if file.name != RESULTS:  # perhaps a file of the user's own
+        return f"{file} is not a run: name a folder that holds a {RESULTS}."
+    return (
+        f"{file} {what}: the run ended before it began, or it is not a run of plumbline. Delete its folder, or name "
+        "another run."
+    )
+
+
 class _Envelope(BaseModel):
     """The fields of a header in any schema version."""
 
@@ -184,10 +193,7 @@ def _read_header(file: Path, number: int, line: bytes) -> Header:
     try:
         envelope = _Envelope.model_validate_json(line, strict=True)
     except ValidationError as error:
-        raise MissingHeader(
-            f"{file} does not begin with a complete header: the run ended before it began, or it is not a run of "
-            "plumbline. Delete its folder, or name another run."
-        ) from error
+        raise MissingHeader(_without_header(file, "does not begin with a complete header")) from error
     if envelope.type != "header" or envelope.schema_version is None:
         raise MissingHeader(f"{file} does not begin with a header: name another run.")
     if envelope.schema_version > SCHEMA_VERSION:
