@@ -39,6 +39,8 @@ CODES = [
     ("history", 4),
     ("hunt", 4),
     ("hunt --subject torch --minutes 0", 4),
+    ("hunt --subject torch --folder taken.py", 4),
+    ("hunt --subject torch --gpus 100000000", 4),
     ("judge nowhere", 2),
     ("judge run", 2),  # it has no traces
     ("judge run --workload nowhere.py", 4),
@@ -48,6 +50,7 @@ CODES = [
     ("new-workload mine.py", 0),
     ("power", 4),
     ("power --subject torch --runs 0", 4),
+    ("power --subject torch --gpus 100000000", 4),
     ("report nowhere", 2),
     ("report broken", 2),
     ("report run --format md", 0),

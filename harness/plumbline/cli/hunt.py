@@ -49,6 +49,7 @@ def hunt(options: argparse.Namespace) -> int:
         from plumbline.engine.subject_pools import open_subject
         from plumbline.hunt.search import searches
         from plumbline.hunt.write_up import Corpus
+        from plumbline.planning.plan import Matrix, check_ranks
     except ModuleNotFoundError as error:
         if error.name != "hypothesis":
             raise
@@ -56,6 +57,7 @@ def hunt(options: argparse.Namespace) -> int:
         return TROUBLE
     if options.folder:
         refuse_file_as_folder("--folder", options.folder)
+    check_ranks(Matrix(options.gpus))
     with (
         open_subject(options.subject) as (pool, declared),
         tempfile.TemporaryDirectory(prefix="plumbline-") as scratch,

@@ -40,7 +40,10 @@ def power(options: argparse.Namespace) -> int:
     Exit code: 0 measured, 2 a training is wrong without an injected error, 4 invalid command line.
     """
     from plumbline.engine.subject_pools import open_subject
+    from plumbline.planning.plan import Matrix, check_ranks
     from plumbline.power.measure import NotRightError, cells_of, measure
+
+    check_ranks(Matrix(options.gpus))
 
     try:
         with (

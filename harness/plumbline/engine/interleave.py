@@ -26,7 +26,7 @@ from plumbline.machine.fingerprint import take_fingerprint
 from plumbline.machine.lease import exclusive_lease
 from plumbline.planning.declaration import Declaration, subject_code
 from plumbline.planning.devices import DEFAULT_GPUS, resolve_accelerator
-from plumbline.planning.plan import Matrix, check_devices, plan
+from plumbline.planning.plan import Matrix, check_devices, check_ranks, plan
 from plumbline.report.comparison.compare import IN_TURNS
 from plumbline.report.formats import write_report
 from plumbline.results.header_footer import Footer, Header
@@ -78,6 +78,7 @@ def matrix_of(options: Any) -> Matrix:
         workloads=options.workloads,
         accelerator=accelerator,
     )
+    check_ranks(matrix)
     check_devices(matrix, present, oversubscribe=False)
     return matrix
 

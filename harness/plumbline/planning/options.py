@@ -18,7 +18,7 @@ from plumbline.own_workloads.check import refuse_unfit
 from plumbline.own_workloads.load import OwnWorkload, use_workloads
 from plumbline.planning.devices import DEFAULT_GPUS, parse_mesh, resolve_accelerator, topologies
 from plumbline.planning.expectation_files import FOLDER, ExpectationsError
-from plumbline.planning.plan import Matrix, Planned, check_devices, plan
+from plumbline.planning.plan import Matrix, Planned, check_devices, check_ranks, plan
 from plumbline.results.header_footer import WorkloadSource
 from plumbline.results.run_writer import check_report_dir
 from plumbline.statistics.intervals import FEWEST_LAUNCHES
@@ -91,6 +91,8 @@ class Options:
             raise PlanError("--mesh already sets the number of devices: remove --gpus")
         if given["mesh"] and given["backends"]:
             raise PlanError("--mesh already selects the backend: remove --backends")
+        if given["launcher"] == "local":  # the machines of other launchers may be larger
+            check_ranks(self.matrix)
         self.launcher: Launcher = find_launcher(given["launcher"], self._launcher_options(notify))
         check_devices(self.matrix, present * self.launcher.machines, oversubscribe=given["oversubscribe"])
         # Report a misspelt name before importing every subject's library.

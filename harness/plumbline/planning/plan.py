@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -16,6 +17,7 @@ from plumbline.core.precision import PRECISIONS
 from plumbline.core.topology import Topology
 from plumbline.core.training_behavior import ORDINARY, TrainingBehavior, of_accelerator
 from plumbline.devices.types import backend_of, device_type
+from plumbline.launch.rank_limits import why_too_many
 from plumbline.planning.declaration import Declaration, Refusal
 from plumbline.planning.devices import MeshChoice, topologies
 from plumbline.results.records import PERFORMANCE
@@ -283,6 +285,13 @@ def _known(what: str, wanted: Iterable[str] | None, known: Iterable[str]) -> lis
             hint = f"did you mean {close}?" if close else f"choose from {', '.join(known)}"
             raise PlanError(f"unknown {what} {name!r}: {hint}")
     return list(dict.fromkeys(wanted))
+
+
+def check_ranks(matrix: Matrix) -> None:
+    """Check that this machine can hold the ranks of a matrix."""
+    sizes = [math.prod(one.sizes) for one in matrix.meshes] or [matrix.gpus * (matrix.nodes or 1)]
+    if why := why_too_many(max(sizes)):
+        raise PlanError(why)
 
 
 def check_devices(matrix: Matrix, present: int, *, oversubscribe: bool) -> None:

@@ -14,6 +14,7 @@ from multiprocessing import Pipe
 from typing import Any
 
 from plumbline.core.errors import LaunchError
+from plumbline.launch.rank_limits import why_too_many
 from plumbline.ranks.rank_main import RankEnd, RankReport, Terminal
 from plumbline.ranks.supervisor import Order, supervise
 from plumbline.ranks.world import World
@@ -53,6 +54,8 @@ def run_on_ranks(
     Raises:
         LaunchError: The ranks cannot be started; the message says what to do.
     """
+    if why := why_too_many(ranks):
+        raise LaunchError(why)
     import torch._dynamo
     import torch.distributed  # the first DistributedDataParallel(...) imports it, which takes a second
 

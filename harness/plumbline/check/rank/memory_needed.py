@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from plumbline.check.evidence.options import RecordingOptions
 from plumbline.check.rank.parameter_sample import ParameterSample
 from plumbline.devices.calls import free_bytes as free_bytes_of_device
+from plumbline.devices.host_memory import free_bytes_of_host
 from plumbline.recording.sharding import is_shard, local
 from plumbline.replay.precision import ReplayPrecision
 
@@ -73,29 +73,9 @@ def free_bytes(device: torch.device) -> int | None:
     """Return how many bytes a process of this machine can still allocate on a device; None if this is unknown."""
     if device.type != "cpu":
         return free_bytes_of_device(device)
-    limits = [one for one in (_available(), _left_in_group()) if one is not None]
+    free = free_bytes_of_host()
     ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
-    return min(limits) // ranks if limits else None
-
-
-def _available() -> int | None:
-    """Return the memory that a process can use without swapping, according to Linux."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError):
-        return None
-
-
-def _left_in_group() -> int | None:
-    """Return what is left below the limit of the control group (version 2), as a container sees it."""
-    try:
-        group = Path("/sys/fs/cgroup")
-        used = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        cached = int(used["active_file"]) + int(used["inactive_file"])  # cached files, which can be dropped
-        return int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()) + cached
-    except (OSError, KeyError, ValueError):  # no group, or no limit ("max")
-        return None
+    return None if free is None else free // ranks
 
 
 def _sentence(
