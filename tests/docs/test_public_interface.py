@@ -27,5 +27,9 @@ def test_an_exported_name_has_a_docstring_and_so_has_each_of_its_members(name):
         assert not [member for member, value in public_members(exported) if not inspect.getdoc(value)]
 
 
+def test_every_exported_name_is_listed_by_dir():
+    assert {*plumbline.__all__} <= {*dir(plumbline)}
+
+
 def test_each_member_of_a_job_has_a_docstring():
     assert not [member for member, value in public_members(Job) if not inspect.getdoc(value)]

@@ -54,6 +54,9 @@ class TrainingVerdict:
         if not self.right and (require_full or self.answer is not Answer.RIGHT_IN_PART):
             raise AssertionError(f"{self.answer.value}: {self.sentence}{''.join(self._messages())}")
 
+    def __repr__(self) -> str:
+        return f"{self.answer.value.upper()}: {self.sentence}"
+
     def __str__(self) -> str:
         return trainings_screen(self.trainings, self.answer, self.sentence, self.obstacle if self.trainings else "")
 
