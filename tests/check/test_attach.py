@@ -24,6 +24,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import plumbline
+from plumbline.check.callbacks.told_verdict import ToldVerdict
+from plumbline.check.rank.recorder import TrainingRecorder
 from plumbline.check.rank.shared_folder import SharedFolder, UnreachableFolderError
 from plumbline.check.training_verdict import TrainingVerdict
 from plumbline.ranks.run import run_on_ranks
@@ -253,15 +255,72 @@ def test_without_a_step_nothing_is_judged() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"steps": 0}, "steps=0"),
-        ({"after": -1}, "after=-1"),
+        ({"steps": 0}, "steps=0 must be a whole number, 1 or more"),
+        ({"steps": "4"}, "steps='4' must be a whole number, 1 or more"),
+        ({"steps": None}, "steps=None must be"),
+        ({"steps": 2.5}, "steps=2.5 must be"),
+        ({"after": -1}, "after=-1 must be a whole number, 0 or more"),
         ({"objective": "mean"}, "token-mean"),
         ({"folder": "/nowhere/at/all"}, "create it first"),
     ],
 )
-def test_arguments_without_a_meaning_are_refused(arguments: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_arguments_without_a_meaning_are_refused_when_they_are_given(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
         plumbline.attach(**arguments)
+    if "folder" in arguments:  # it need not exist on the machine that makes a callback
+        return
+    with pytest.raises((TypeError, ValueError), match=words):
+        ToldVerdict(**arguments)
+    with pytest.raises((TypeError, ValueError), match=words):
+        plumbline.checked(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (nn.Linear(2, 2), r"attach\(\) takes optimizers, not Linear: write attach\(optimizer\)"),
+        ([], r"attach\(\) takes optimizers, not list: write attach\(\*optimizers\)"),
+        (4, r"attach\(\) takes optimizers, not int"),
+    ],
+)
+def test_what_is_no_optimizer_is_refused(given: Any, words: str) -> None:
+    before = attributes(torch), attributes(torch.Tensor)
+    with pytest.raises(TypeError, match=words):
+        plumbline.attach(given)
+    assert (attributes(torch), attributes(torch.Tensor)) == before
+
+
+def test_an_error_while_attaching_leaves_nothing_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = attributes(torch), attributes(torch.Tensor)
+
+    def broken(*args: Any) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(TrainingRecorder, "follow", broken)
+    with pytest.raises(RuntimeError, match="broken"):
+        plumbline.attach()
+    assert (attributes(torch), attributes(torch.Tensor)) == before
+
+
+def test_only_a_function_can_be_checked() -> None:
+    with pytest.raises(TypeError, match=r"checked\(\) takes a training function, not int: write checked\(train\)"):
+        plumbline.checked(3)  # type: ignore[call-overload]
+
+
+def test_seconds_to_wait_are_a_number() -> None:
+    with plumbline.attach() as attached:
+        pass
+    for wait in ("a", -1, float("nan")):
+        with pytest.raises(ValueError, match="must be a number of seconds, 0 or more, or None"):
+            attached.verdict(wait=wait)  # type: ignore[arg-type]
+
+
+def test_a_verdict_is_represented_by_its_first_line() -> None:
+    with plumbline.attach(steps=1) as attached:
+        Training().step(2)
+    verdict = attached.verdict()
+    assert repr(verdict) == f"RIGHT: {verdict.sentence}"
+    assert str(verdict).startswith("RIGHT: ")
 
 
 def test_a_folder_that_is_on_another_machine_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

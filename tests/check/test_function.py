@@ -23,6 +23,7 @@ def test_a_right_training_passes(plumbline):
     checked = plumbline.check(train, ranks=2, steps=2)
     checked.assert_right()
     assert len(checked.values) == 2
+    assert repr(checked) == f"RIGHT: {checked.sentence}"
 
 
 def test_a_training_that_never_synchronises_fails_with_its_cause(plumbline):
@@ -35,6 +36,22 @@ def test_a_rank_that_raises_is_named(plumbline):
     checked = plumbline.check(lambda: [][0], ranks=1)
     with pytest.raises(AssertionError, match=r"rank 0 raised"):
         checked.assert_right()
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "words"),
+    [
+        (3, {}, r"check\(\) takes a training function, not int: write check\(train\)"),
+        (train, {"ranks": 0}, "ranks=0 must be a whole number, 1 or more"),
+        (train, {"steps": 0}, "steps=0 must be a whole number, 1 or more"),
+        (train, {"after": None}, "after=None must be"),
+        (train, {"objective": "x"}, "unknown objective"),
+        (train, {"timeout": "a"}, "must be a number of seconds above 0"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_before_ranks_start(plumbline, function, options, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        plumbline.check(function, **options)
 
 
 def test_a_function_that_does_not_train_is_no_success(plumbline):

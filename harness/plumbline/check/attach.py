@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
-from plumbline.check.evidence.options import OBJECTIVES, RecordingOptions, write_options
+from plumbline.check.evidence.options import RecordingOptions, refuse_invalid_options, write_options
 from plumbline.check.rank.evidence_writer import EvidenceWriter
 from plumbline.check.rank.install import recorder_of
 from plumbline.check.rank.recorder import TrainingRecorder
@@ -46,12 +46,16 @@ class Attachment:
         self._patches = Patches()
         self._verdict: TrainingVerdict | None = None
         self._patches.open()
-        self._recorder.install()
-        self._patches.replace_imported()
-        found = list(_made_before())
-        others = [one for one in found if not isinstance(one, Optimizer)]
-        unnamed = [one for one in found if isinstance(one, Optimizer)] if not optimizers else []
-        self._recorder.follow(optimizers, unnamed, others)
+        try:
+            self._recorder.install()
+            self._patches.replace_imported()
+            found = list(_made_before())
+            others = [one for one in found if not isinstance(one, Optimizer)]
+            unnamed = [one for one in found if isinstance(one, Optimizer)] if not optimizers else []
+            self._recorder.follow(optimizers, unnamed, others)
+        except BaseException:
+            self._patches.close()
+            raise
         _OPEN.add(self._recorder)
         weakref.finalize(self, self._folder.leave)  # also when the process ends
 
@@ -94,8 +98,11 @@ class Attachment:
                 not closed by then, the verdict says what is missing.
 
         Raises:
+            ValueError: ``wait`` is not a number of seconds.
             TraceError: an evidence file cannot be read.
         """
+        if wait is not None and not (isinstance(wait, (int, float)) and wait >= 0):
+            raise ValueError(f"wait={wait!r} must be a number of seconds, 0 or more, or None")
         from plumbline.check.judge.script_checks import judged_trainings
         from plumbline.check.training_verdict import TrainingVerdict
 
@@ -142,14 +149,15 @@ def attach(
             folder that all of them share.
 
     Raises:
-        ValueError: an argument is invalid.
+        TypeError, ValueError: an argument is invalid.
     """
-    if steps < 1 or after < 0:
-        raise ValueError(f"attach(steps={steps}, after={after}): steps must be 1 or more, and after 0 or more")
+    for one in optimizers:
+        if not hasattr(one, "param_groups"):
+            hint = "attach(*optimizers)" if isinstance(one, (list, tuple)) else "attach(optimizer)"
+            raise TypeError(f"attach() takes optimizers, not {type(one).__name__}: write {hint}")
+    refuse_invalid_options(steps=steps, after=after, objective=objective)
     if folder is not None and not Path(folder).is_dir():
-        raise ValueError(f"attach(folder={folder!r}): this is not a folder; create it first")
-    if objective and objective not in OBJECTIVES:
-        raise ValueError(f"attach(objective={objective!r}): unknown objective; choose one of {', '.join(OBJECTIVES)}")
+        raise ValueError(f"folder={folder!r} is not a folder: create it first")
     return Attachment(optimizers, RecordingOptions(steps, after, objective=objective), folder)
 
 

@@ -9,7 +9,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from plumbline.check.evidence.options import Deal, RecordingOptions, write_deal, write_options
+from plumbline.check.evidence.options import (
+    Deal,
+    RecordingOptions,
+    refuse_invalid_options,
+    refuse_other_than_function,
+    refuse_other_than_number,
+    write_deal,
+    write_options,
+)
 from plumbline.check.evidence.training import RecordedTraining
 from plumbline.check.judge.script_checks import judged_trainings, read_trainings, with_resplit
 from plumbline.check.rank.install import make_recorder
@@ -21,7 +29,7 @@ from plumbline.recording.patching import Patches
 _OBSTACLE = "obstacle-"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CheckedFunction(TrainingVerdict):
     """The verdict on the trainings of a function, and how its ranks ended."""
 
@@ -72,8 +80,14 @@ def check_function(
         resplit: Repeat the first step with its samples split differently, as ``plumbline check --resplit`` does.
 
     Raises:
+        TypeError, ValueError: an argument is invalid.
         LaunchError: the ranks cannot be started here.
     """
+    refuse_other_than_function("check()", train)
+    refuse_other_than_number("ranks", ranks, 1)
+    refuse_invalid_options(steps=steps, after=after, objective=objective)
+    if not (isinstance(timeout, (int, float)) and timeout > 0):
+        raise ValueError(f"timeout={timeout!r} must be a number of seconds above 0")
     options = RecordingOptions(steps, after, objective=objective, splits=resplit)
     with tempfile.TemporaryDirectory(prefix="plumbline-check-") as folder:
         ends = record_function(train, ranks, Path(folder), options, timeout)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 from plumbline.check.attach import Attachment, attach
+from plumbline.check.evidence.options import refuse_invalid_options, refuse_other_than_function
 from plumbline.check.training_verdict import TrainingVerdict
 from plumbline.check.verdict.verdict import Answer
 
@@ -38,6 +39,7 @@ class ToldVerdict:
         objective: str = "",
         folder: str | None = None,
     ) -> None:
+        refuse_invalid_options(steps=steps, after=after, objective=objective)
         self._options: dict[str, Any] = {"steps": steps, "after": after, "objective": objective, "folder": folder}
         self._stop_when_wrong = stop_when_wrong
         self._attached: Attachment | None = None
@@ -87,6 +89,7 @@ class Checked(Generic[P, R]):
     """A function whose calls are checked. On rank 0, ``verdict`` is the verdict on the last call in this process."""
 
     def __init__(self, train: Callable[P, R], options: dict[str, Any]) -> None:
+        refuse_other_than_function("checked()", train)
         functools.update_wrapper(self, train)
         self._train, self._options = train, options
         self._told = ToldVerdict(**options)
@@ -128,7 +131,10 @@ def checked(train: Any = None, /, **options: Any) -> Any:
     ``stop_when_wrong``. With ``stop_when_wrong``, a call whose training is wrong raises ``WrongTrainingError`` on rank
     0.
     """
-    return functools.partial(Checked, options=options) if train is None else Checked(train, options)
+    if train is not None:
+        return Checked(train, options)
+    ToldVerdict(**options)  # refuses invalid options now, not when the training starts
+    return functools.partial(Checked, options=options)
 
 
 def _named(module: str, name: str) -> Any:

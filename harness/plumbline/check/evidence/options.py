@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 FILE = "options.json"
 INTERRUPTED = "interrupted-"
@@ -53,6 +54,32 @@ class RecordingOptions:
     state: bool = False
     replays: bool = True
     interrupt_after: int = 0
+
+
+def refuse_invalid_options(*, steps: Any, after: Any, objective: Any) -> None:
+    """Refuse options of the Python interface that mean nothing.
+
+    Raises:
+        TypeError, ValueError: the message names the option and what it must be.
+    """
+    refuse_other_than_number("steps", steps, 1)
+    refuse_other_than_number("after", after, 0)
+    if objective not in ("", *OBJECTIVES):
+        raise ValueError(f"objective={objective!r}: unknown objective; choose one of {', '.join(OBJECTIVES)}")
+
+
+def refuse_other_than_number(name: str, value: Any, least: int) -> None:
+    """Raise ``TypeError`` or ``ValueError`` unless the value is a whole number that is not below ``least``."""
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if not is_whole or value < least:
+        kind = ValueError if is_whole else TypeError
+        raise kind(f"{name}={value!r} must be a whole number, {least} or more")
+
+
+def refuse_other_than_function(caller: str, train: Any) -> None:
+    """Raise ``TypeError`` unless ``caller`` was given a function."""
+    if not callable(train):
+        raise TypeError(f"{caller} takes a training function, not {type(train).__name__}: write {caller[:-1]}train)")
 
 
 def write_options(folder: Path, options: RecordingOptions) -> None:
