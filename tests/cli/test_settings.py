@@ -67,7 +67,7 @@ def test_without_a_table_nothing_is_set(write):
         ("[tool.plumbline.check]\nhelp = true", "has no setting 'help'"),
         ('[tool.plumbline.check]\nsteps = "8"', 'steps must be a whole number, not "8"'),
         ("[tool.plumbline.check]\nsteps = true", "steps must be a whole number, not true"),
-        ("[tool.plumbline.check]\nsteps = 0", "steps = 0: must be 1 or more, not 0"),
+        ("[tool.plumbline.check]\nsteps = 0", "steps = 0: must be a whole number, 1 or more, not 0"),
         ("[tool.plumbline.check]\nstop = 1", "stop must be true or false, not 1"),
         ("[tool.plumbline.check]\nhtml = 1", "html must be a string, not 1"),
         ('[tool.plumbline.check]\np = "json"', 'p must be a list of strings, not "json"'),

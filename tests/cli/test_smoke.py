@@ -112,6 +112,16 @@ def test_what_cannot_be_imported_is_the_adapter_s_fault(tmp_path, one_thread, ca
     assert "No module named 'no_such_library'" in capsys.readouterr().out
 
 
+def test_a_script_is_sent_to_the_command_that_checks_it(tmp_path, one_thread, capsys):
+    file = tmp_path / "train.py"
+    file.write_text("print('trains')")
+    assert main(["smoke", str(file)]) == 2
+    said = capsys.readouterr().out
+    assert f"{file}: declares no subject" in said
+    assert said.count(str(file)) == 2
+    assert f"to check a script, write plumbline check -- python {file}" in said
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -146,6 +146,8 @@ def test_a_run_that_stops_at_the_first_failure_is_shown_as_incomplete(project, m
             "*Cannot create the report directory pytest.ini/there*pytest.ini is not a directory*",
         ),
         (("--cell", "reference-mlp-ddp-1x2-31"), "*unknown cell; did you mean reference-mlp-ddp-1x2-32?*"),
+        (("--cell", "nosuch"), "*--cell nosuch: unknown cell; --collect-only lists the cells*"),
+        (("--gpus", "100000000"), "*100000000 ranks need *: use fewer*"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

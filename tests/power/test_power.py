@@ -132,7 +132,7 @@ def test_a_number_of_runs_that_measures_nothing_is_refused(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["power", "--subject", "torch", "--runs", "0"])
     assert ended.value.code == USAGE
-    assert "must be 1 or more" in capsys.readouterr().err
+    assert "must be a whole number, 1 or more, not " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("runs", "words"), [(100, "99 of 100"), (20, "20 of 20"), (1, "1 of 1"), (300, "297 of 300")])

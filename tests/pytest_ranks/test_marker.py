@@ -118,7 +118,7 @@ def test_fixtures_that_use_the_rank_live_on_each_rank(bodies):
     [
         ("test_without_marker", "@pytest.mark.ranks(4)"),
         ("test_wrong_number", "@pytest.mark.ranks('two'): the number of ranks must be at least 1"),
-        ("test_wrong_name", "@pytest.mark.ranks takes a number of ranks"),
+        ("test_wrong_name", "@pytest.mark.ranks has no argument 'time': write"),
         ("test_it", "not for unittest.TestCase"),
     ],
 )

@@ -11,6 +11,7 @@ import math
 import shlex
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple, get_type_hints
 
@@ -36,19 +37,25 @@ def names(text: str) -> tuple[str, ...]:
 
 def at_least(least: int) -> Callable[[str], int]:
     def number(text: str) -> int:
-        value = int(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"must be {least} or more, not {value}")
-        return value
+        with suppress(ValueError):
+            if int(text) >= least:
+                return int(text)
+        raise argparse.ArgumentTypeError(f"must be a whole number, {least} or more, not {text}")
 
     return number
 
 
 def duration(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number above 0, not {text}")
-    return value
+    with suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"must be a number above 0, not {text}")
+
+
+def path(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("is empty: give a path")
+    return Path(text)
 
 
 def print_error(error: BaseException | str) -> None:

@@ -9,12 +9,13 @@ import os
 import shlex
 import shutil
 import sys
+from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plumbline.cli.arguments import IGNORE, IGNORE_HELP, at_least, declare, duration
+from plumbline.cli.arguments import IGNORE, IGNORE_HELP, at_least, declare, duration, path
 from plumbline.core.errors import TROUBLE, PlanError
 from plumbline.report.output_file import refuse_unwritable, write_output
 
@@ -56,13 +57,13 @@ def add_to(commands: Any) -> None:
     flag("--require-full", help="exit with code 2 if less than 99 %% of the gradients and updates could be judged")
     modules = "import a module first, for example one that registers causes (repeatable)"
     add("-p", dest="modules", action="append", default=[], metavar="MODULE", help=modules)
-    file = partial(add, type=Path, metavar="FILE")
+    file = partial(add, type=path, metavar="FILE")
     file("--html", help="write the verdict as a self-contained HTML page")
     file("--json", help="write the verdict as JSON; with --dry-run, the estimate")
     file("--sarif", help="write errors as SARIF, for code scanning")
     every = "write the verdict to a folder in every form: verdict.html, .json, .sarif and .md, code-quality.json for "
     every += "GitLab, and badge.svg"
-    add("--report-dir", type=Path, metavar="DIR", help=every)
+    add("--report-dir", type=path, metavar="DIR", help=every)
     flag("--github", help="print errors as GitHub Actions annotations on standard error")
     flag("-q", "--quiet", help="print only the first line of the verdict if it is RIGHT")
     flag(IGNORE, help=IGNORE_HELP)
@@ -88,6 +89,8 @@ def check(options: argparse.Namespace) -> int:
             "--dry-run gives no verdict: remove --html, --sarif, --report-dir and --github, or use --json for the "
             "estimate"
         )
+    if options.dry_run and options.require_full:
+        raise PlanError("--dry-run judges nothing, so it cannot be combined with --require-full")
     if options.every and (options.stop or options.dry_run):
         raise PlanError("--every follows the whole training, so it cannot be combined with --stop or --dry-run")
     if options.resplit and (options.after or options.every or options.dry_run):
@@ -194,7 +197,8 @@ def _print(screen: str) -> None:
 
 
 def sample_size(text: str) -> float:
-    value = float(text)
-    if not (0 < value < 1 or (value >= 1 and value.is_integer())):
-        raise argparse.ArgumentTypeError(f"must be a fraction between 0 and 1, or a whole number, not {text}")
-    return value
+    with suppress(ValueError):
+        value = float(text)
+        if 0 < value < 1 or (value >= 1 and value.is_integer()):
+            return value
+    raise argparse.ArgumentTypeError(f"must be a fraction between 0 and 1, or a whole number, not {text}")

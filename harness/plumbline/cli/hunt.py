@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plumbline.cli.arguments import declare, duration, print_error
+from plumbline.cli.arguments import declare, duration, path, print_error
 from plumbline.core.errors import TROUBLE
 from plumbline.core.numbers import counted
 from plumbline.report.output_file import refuse_file_as_folder
@@ -31,7 +31,7 @@ def add_to(commands: Any) -> None:
     folder = (
         "folder for the failures found (default: reports/hunt/SUBJECT); with several subjects, each gets a subfolder"
     )
-    add("--folder", type=Path, metavar="DIR", help=folder)
+    add("--folder", type=path, metavar="DIR", help=folder)
     again = "train the problems found so far again and rewrite their pages, instead of searching"
     add("--again", action="store_true", help=again)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -78,13 +79,19 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         options, unknown = parser.parse_known_args(arguments)
         if unknown:
             # parse_args would show the usage of plumbline, not of the command.
-            hint = getattr(options, "hint_for_unknown", "")
-            commands.choices[arguments[0]].error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+            command = commands.choices[arguments[0]]
+            hint = getattr(options, "hint_for_unknown", "") or _did_you_mean(unknown[0], command)
+            command.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return options
 
     if given not in ("check", "compare"):
         return parse()
     return with_settings(parse, commands.choices[given], given)
+
+
+def _did_you_mean(word: str, command: argparse.ArgumentParser) -> str:
+    close = difflib.get_close_matches(word.partition("=")[0], command._option_string_actions, 1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 class _Commands(argparse._SubParsersAction):  # type: ignore[type-arg]

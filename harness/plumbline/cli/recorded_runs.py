@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plumbline.cli.arguments import JSON, RUN, declare, print_error
+from plumbline.cli.arguments import JSON, RUN, declare, path, print_error
 from plumbline.core.errors import TROUBLE, PlanError
 from plumbline.core.numbers import counted
 from plumbline.report.formats import format_names, report_format, write_report
@@ -26,22 +25,22 @@ def add_to(commands: Any) -> None:
     formats = format_names()
     descriptions = "; ".join(f"{name}: {report_format(name).description}" for name in formats)
     add = declare(commands, "report", report)
-    add("run", type=Path, metavar="RUN", help=RUN)
+    add("run", type=path, metavar="RUN", help=RUN)
     add("--format", choices=formats, help=f"write only this format ({descriptions})")
-    add("-o", "--output", type=Path, metavar="FILE", help="write the format to FILE (default: print it)")
+    add("-o", "--output", type=path, metavar="FILE", help="write the format to FILE (default: print it)")
 
     add = declare(commands, "show", show)
-    add("run", type=Path, metavar="RUN", help=RUN)
+    add("run", type=path, metavar="RUN", help=RUN)
     cell = "the cell's id or parts of it, for example 'mlp ddp 2x2 16'; if several match, the only one that failed"
     add("cell", metavar="CELL", help=cell)
     add("--json", **JSON)
 
     add = declare(commands, "history", history)
-    add("folder", type=Path, metavar="FOLDER", help="a folder of runs, for example reports")
-    add("-o", "--output", type=Path, metavar="SITE", help="folder of the site (default: FOLDER/history)")
+    add("folder", type=path, metavar="FOLDER", help="a folder of runs, for example reports")
+    add("-o", "--output", type=path, metavar="SITE", help="folder of the site (default: FOLDER/history)")
 
     add = declare(commands, "judge", judge)
-    add("run", type=Path, metavar="RUN", help=RUN)
+    add("run", type=path, metavar="RUN", help=RUN)
     workload = "your own workload that the run used, as it was given to --workload (repeatable)"
     add("--workload", action="append", default=[], metavar="WHAT", help=workload)
 

@@ -114,7 +114,8 @@ class Session:
         for name in wanted:
             if name not in known:
                 close = difflib.get_close_matches(name, known, 1)
-                raise PlanError(f"--cell {name}: unknown cell{f'; did you mean {close[0]}?' if close else ''}")
+                hint = f"did you mean {close[0]}? " if close else ""
+                raise PlanError(f"--cell {name}: unknown cell; {hint}--collect-only lists the cells")
 
     def selected(self, planned: Sequence[Planned]) -> list[Planned]:
         wanted = self.options.cells

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import pytest
@@ -35,6 +35,10 @@ def marker_of(item: pytest.Item) -> Marker | str | None:
     mark = item.get_closest_marker(NAME)
     if mark is None:
         return None
+    known = {field.name for field in fields(Marker)}
+    for name in mark.kwargs:
+        if name not in known:
+            return f"@pytest.mark.ranks has no argument {name!r}: {_USAGE}"
     try:
         marker = Marker(*mark.args, **mark.kwargs)
     except TypeError:

@@ -87,13 +87,14 @@ def load(locator: str) -> list[Subject]:
     own = [value for value in every if value.__module__ == module.__name__] or every
     found = list({id(value): value.__plumbline_subject__ for value in own}.values())
     if not found:
-        raise SubjectError(f"{place} declares no subject: decorate its train(job) with plumbline's @subject(...)")
+        script = f"; to check a script, write plumbline check -- python {place}" if place.endswith(".py") else ""
+        raise SubjectError(f"declares no subject: decorate its train(job) with plumbline's @subject(...){script}")
     if place in SHORT_NAMES and any(declared.name == place for declared in found):
         wanted = wanted or place  # its module can declare other subjects too
     chosen = [declared for declared in found if wanted in ("", declared.name)]
     if not chosen:
         names = dict.fromkeys(declared.name for declared in found)
-        raise SubjectError(f"{place} has no subject {wanted!r}; it has {', '.join(names)}")
+        raise SubjectError(f"has no subject {wanted!r}; it has {', '.join(names)}")
     return chosen
 
 

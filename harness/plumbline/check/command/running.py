@@ -52,6 +52,8 @@ def command_in(words: Sequence[str]) -> list[str]:
 
 def _refuse_what_cannot_start(command: Sequence[str]) -> None:
     program = command[0]
+    if not program:
+        raise PlanError("the first word after `--` is empty: write the command that starts the training")
     if shutil.which(program) is not None:
         return
     if not Path(program).exists():
