@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import plumbline
-from plumbline.check.callbacks.told_verdict import ToldVerdict
+from plumbline.check.callbacks.checked import ToldVerdict
 from plumbline.check.rank.recorder import TrainingRecorder
 from plumbline.check.rank.shared_folder import SharedFolder, UnreachableFolderError
 from plumbline.check.training_verdict import TrainingVerdict

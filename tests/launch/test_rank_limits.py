@@ -9,8 +9,8 @@ import pytest
 from plumbline.core.errors import LaunchError, PlanError
 from plumbline.launch import rank_limits
 from plumbline.launch.rank_limits import why_too_many
+from plumbline.planning.devices import parse_mesh
 from plumbline.planning.plan import Matrix, check_ranks
-from plumbline.planning.topologies import parse_mesh
 from plumbline.ranks.run import run_on_ranks
 
 GIB = 1 << 30
