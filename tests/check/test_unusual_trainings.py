@@ -525,6 +525,18 @@ def averaged(model):
         one.grad /= dist.get_world_size()
 
 
+def reduced_to_the_first_rank(model):
+    for one in model.parameters():
+        dist.reduce(one.grad, 0)
+        one.grad /= dist.get_world_size()
+
+
+def test_gradients_that_only_some_ranks_receive_are_found(plumbline):
+    checked = plumbline.check(trained_after(reduced_to_the_first_rank), ranks=2, steps=STEPS)
+    with pytest.raises(AssertionError, match="wrong: gradients: reduced to some ranks only"):
+        checked.assert_right()
+
+
 @pytest.mark.parametrize("limit", [math.inf, 100.0], ids=["only measured", "not reached"])
 def test_gradients_that_are_averaged_after_a_call_that_clips_nothing_are_right(plumbline, limit):
     def measure_and_average(model):

@@ -10,7 +10,7 @@ from plumbline.check.evidence.training import RecordedStep, RecordedTraining
 from plumbline.check.judge.clipped_masters import are_one, master_steps, scale_at_clipping
 from plumbline.check.judge.clipping_calls import is_limit_unscaled
 from plumbline.check.judge.loss_scales import division
-from plumbline.check.judge.noted import headline_note, information, not_judged
+from plumbline.check.judge.noted import headline_note, information, name_ranks, not_judged
 from plumbline.check.judge.precision_used import OBSERVER as PRECISION
 from plumbline.check.judge.rank_weights import ranks_begin_apart, weights_are_made_equal
 from plumbline.check.judge.received_gradient import Fit, ReceivedGradient
@@ -84,6 +84,8 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
         return apart
     is_multiple = is_one_multiple(wrong)
     if is_unexplained(finding) and not is_multiple:
+        if (told := _right_on_some_ranks(check, wrong, training)) is not None:
+            return told
         is_clipped = any(case.step.replaced is not None for case in wrong)
         if was_right and not is_clipped:
             return headline_note(
@@ -119,6 +121,27 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
         f"the script multiplies gradients with its own code ({str(finding.cause).replace('-', ' ')}); it is not known "
         "whether its loss requires that",
         step,
+    )
+
+
+def _right_on_some_ranks(check: str, wrong: Sequence[ReceivedGradient], training: RecordedTraining) -> Finding | None:
+    """Return the failure where some ranks of one model always receive the right gradients, and the others never."""
+    if weights_are_made_equal(training) or ranks_begin_apart(training):
+        return None
+    steps = {case.index for case in wrong}
+    ranks = sorted({case.rank for case in wrong})
+    right = [rank.rank for rank in training.ranks if rank.rank not in ranks]
+    if not right or len(wrong) < len(steps) * len(ranks) or len(steps) < len(training.ranks[0].steps):
+        return None
+    return failed_with_hint(
+        check,
+        f"the gradients are right on {name_ranks(right, training.world_size)}, but not on "
+        f"{name_ranks(ranks, training.world_size)}, as after a reduction to some ranks only",
+        "use all_reduce instead of reduce, or broadcast the result to all ranks",
+        cause="reduced-to-some-ranks-only",
+        family="sync",
+        step=wrong[0].step.number,
+        rank=ranks[0],
     )
 
 

@@ -134,7 +134,9 @@ def aligned_forwards(training: RecordedTraining, observer: str) -> Iterator[tupl
 
 
 def name_ranks(ranks: Sequence[int], world_size: int) -> str:
-    """Return ``all ranks``, ``ranks 0 and 1`` or ``ranks 0, 2 and 4``."""
+    """Return ``all ranks``, ``rank 0``, ``ranks 0 and 1`` or ``ranks 0, 2 and 4``."""
     if len(ranks) == world_size:
         return "all ranks"
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
