@@ -37,7 +37,7 @@ units = st.sampled_from(["s", "bytes", "share", "ratio", "count", "samples/s", "
         (1.42, "ratio", "× 1.42"),
         (12345.6, "samples/s", "12,300 samples/s"),
         (3.0, "count", "3.00"),
-        (1e300, "samples/s", "1e300 samples/s"),
+        (1e300, "samples/s", "1.0e300 samples/s"),
         (999.7, "", "1,000"),
     ],
 )

@@ -16,6 +16,7 @@ from plumbline.machine.fingerprint import Fingerprint
 from plumbline.report.html.page import report_page
 from plumbline.report.html.pictures import heat_map, rank_paths
 from plumbline.report.tables.failures import diagnoses, failures
+from plumbline.report.text import place_and_size
 from plumbline.results.header_footer import Footer, Header
 from plumbline.results.records import Result
 from plumbline.results.run import Run, read_run
@@ -96,15 +97,17 @@ def test_a_diagnosis_says_what_where_how_large_how_sure_and_what_to_change(run_o
     assert HINT not in one.observed
     assert one.observed.endswith("from the right gradient); it happens in every second step")
     assert one.where == ("step 0", "rank 1", "parameter layers.0.weight", "layer layers.0")
-    assert one.size == "4e6 × noise; a correct trainer stays below 8"
-    assert one.certainty == "The error is 5e5 × the limit. The cause predicts the recorded numbers within 0.9 × noise."
+    assert one.size == "4.0e6 × noise; a correct trainer stays below 8.0"
+    assert one.certainty == (
+        "The error is 5.0e5 × the limit. The cause predicts the recorded numbers within 0.90 × noise."
+    )
     assert one.advice == HINT
     assert one.extent == "2 cells: mlp · ddp · 1×2, 1×4 · 32"
     assert one.right is not None
     assert one.right.subject == "right"
     page = report_page(run)
     run_again = 'pytest <span class="option">-k</span> '
-    for text in (HINT, "4e6\N{NO-BREAK SPACE}× noise", "Right: right", "✗ 1\N{NO-BREAK SPACE}× rank 0", run_again):
+    for text in (HINT, "4.0e6\N{NO-BREAK SPACE}× noise", "Right: right", "✗ 1\N{NO-BREAK SPACE}× rank 0", run_again):
         assert text in page, text
 
 
@@ -164,12 +167,12 @@ def test_a_heat_map_writes_its_values_and_where_the_error_begins(run_of):
     picture = heat_map(run.results[0], wrong=True)
     assert picture is not None
     assert [(square.text, square.degree) for square in picture.squares] == [
-        ("4e6", 2),
+        ("4.0e6", 2),
         ("∞", 4),
-        ("0.8", 0),
+        ("0.80", 0),
         ("", -1),
     ]
-    assert "2 of 3 errors of 2 parameters over 2 steps are above the limit of 8 × noise" in picture.sentence
+    assert "2 of 3 errors of 2 parameters over 2 steps are above the limit of 8.0 × noise" in picture.sentence
     assert "first at step 0 in layers.0.weight; the largest is ∞ × noise at step 1" in picture.sentence
     right = heat_map(run.results[0].model_copy(update={"limit_x_noise": math.inf}), wrong=False)
     assert right is not None
@@ -192,3 +195,13 @@ def test_a_run_recorded_without_pictures_is_a_page(build_run):
     page = report_page(build_run({cell(): [Outcome.FAILED]}))
     assert "<figure" not in page
     assert "failed: check0" in page.lower()
+
+
+def test_a_size_is_that_of_the_place_and_the_largest_has_its_own_place():
+    finding = dataclasses.replace(SUMMED, parameters=(("layers.0.weight", 3e6), ("layers.0.bias", 1e6)))
+    elsewhere = dataclasses.replace(finding, error_grid=ErrorGrid(("layers.0.bias",), (0, 3), ((1e6, 4e6),)))
+    here = "step 0, rank 1, parameter layers.0.weight, 3.0e6 × noise"
+    assert place_and_size(elsewhere) == f"{here}; largest 4.0e6 × noise at step 3 in layers.0.bias"
+    assert place_and_size(dataclasses.replace(finding, error_grid=None)).endswith("over all steps and parameters")
+    assert place_and_size(dataclasses.replace(elsewhere, error_x_noise=3e6)) == here
+    assert place_and_size(SUMMED) == here.replace("3.0", "4.0")

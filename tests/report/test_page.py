@@ -163,7 +163,7 @@ def test_a_failing_cell_opens_to_all_that_is_known_of_it(recorded_run: Path) -> 
 
 def test_what_passed_is_said_in_a_line(realistic_run: Run) -> None:
     text = Page(report_page(realistic_run)).text
-    assert "Passed: coverage, gradients, updates, synchrony. Largest error: 0.8 × noise" in text
+    assert "Passed: coverage, gradients, updates, synchrony. Largest error: 0.80 × noise" in text
 
 
 def test_the_seed_is_that_of_the_run(build_measured_run: BuildRun) -> None:

@@ -15,8 +15,8 @@ def test_a_line_for_each_parameter_and_a_mark_where_it_is_wrong():
     table = parameter_table([("first.weight", 0.8), ("last.weight", 2e6), ("last.bias", math.nan)], 9.5)
     assert table == [
         "  parameter     × noise (at most 9.5 allowed)",
-        "  first.weight      0.8",
-        "  last.weight       2e6  wrong",
+        "  first.weight     0.80",
+        "  last.weight     2.0e6  wrong",
         "  last.bias         inf  wrong",
     ]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -118,6 +118,26 @@ class AnyFinding(Protocol):
     def rank(self) -> int | None: ...
     @property
     def consequence_of(self) -> str | None: ...
+
+
+class AnyErrorGrid(Protocol):
+    """The attributes of an ``ErrorGrid`` of the judge and of a recorded run."""
+
+    @property
+    def parameters(self) -> tuple[str, ...]: ...
+    @property
+    def steps(self) -> tuple[int, ...]: ...
+    @property
+    def errors(self) -> tuple[tuple[float | None, ...], ...]: ...
+
+
+class SizedFinding(AnyFinding, Protocol):
+    """A finding with the errors of single parameters."""
+
+    @property
+    def parameters(self) -> Mapping[str, float] | tuple[tuple[str, float], ...]: ...
+    @property
+    def error_grid(self) -> AnyErrorGrid | None: ...
 
 
 F = TypeVar("F", bound=AnyFinding)

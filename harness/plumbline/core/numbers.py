@@ -6,16 +6,18 @@ import math
 
 
 def compact(number: float) -> str:
-    """Return a number in two digits: ``0.8``, ``57``, ``1.4e7``, ``inf``; an empty string for a missing one (NaN)."""
+    """Return a number in two digits: ``0.80``, ``57``, ``4.0e6``, ``inf``; an empty string for a missing one (NaN)."""
     if math.isnan(number):
         return ""
     if math.isinf(number):
         return str(number)
     size = abs(number)
-    if size == 0 or 1e-3 <= size < 9999.5:
-        return f"{number:.0f}" if size >= 9.95 else f"{number:.2g}"
+    if size == 0:
+        return "0"
+    if 1e-3 <= size < 9999.5:
+        return f"{number:.0f}" if size >= 9.95 else f"{number:#.2g}"
     mantissa, exponent = f"{number:.1e}".split("e")
-    return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
+    return f"{mantissa}e{int(exponent)}"
 
 
 def scale_text(scale: float) -> str:
@@ -29,5 +31,5 @@ def counted(count: int, noun: str, plural: str = "") -> str:
 
 
 def x_noise(error: float) -> str:
-    """Return a multiple of rounding noise: ``0.8 × noise``, ``2e6 × noise``."""
+    """Return a multiple of rounding noise: ``0.80 × noise``, ``2.0e6 × noise``."""
     return f"{compact(error) or error} × noise"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
 
-from plumbline.core.finding import AnyFinding
+from plumbline.core.finding import SizedFinding
 from plumbline.machine.software import plumbline_version
 from plumbline.report.text import place_and_size, printable_lines
 
@@ -31,7 +31,7 @@ class Annotation:
 
 
 def annotate(
-    finding: AnyFinding,
+    finding: SizedFinding,
     message: str,
     *,
     rule: str,

@@ -46,11 +46,11 @@ from plumbline.report.tables.support import (
 from plumbline.report.text import (
     between,
     in_words,
-    location,
     markdown,
     markdown_code,
     markdown_table,
     markdown_table_code,
+    place_and_size,
     shortened,
 )
 from plumbline.results.records import Expected, Result
@@ -164,11 +164,9 @@ def _reason(expected: Expected, cells: dict[str, list[str]]) -> str:
 def _finding(result: Result) -> str:
     if result.consequence_of is not None:
         return f"  - {markdown(as_consequence(result))}"
-    details = location(result)
+    details = list(filter(None, [place_and_size(result)]))
     if result.cause is not None:
         details.insert(0, f"{result.cause} ({result.family})" if result.family else result.cause)
-    if result.error_x_noise is not None:
-        details.append(x_noise(result.error_x_noise))
     shown = f" ({markdown('; '.join(details))})" if details else ""
     line = f"- {markdown_code(result.cell)} **{outcome_in_words(result)}** {markdown(result.check)}{shown}: "
     line += markdown(shortened(message_of(result), LONGEST_MESSAGE)) or "no message"
@@ -245,7 +243,8 @@ def _wrong(groups: Sequence[FailureGroup], subjects: Sequence[SubjectCauses], *,
     for index, group in enumerate(groups[:shown]):
         finding, count = group.findings[0], len(group.findings)
         family = f" ({markdown(group.family)})" if group.family else ""
-        error = "" if finding.error_x_noise is None else f", {x_noise(finding.error_x_noise)}"
+        most = "up to " if finding.parameters else ""  # the message has the error of the first place
+        error = "" if finding.error_x_noise is None else f", {most}{x_noise(finding.error_x_noise)}"
         message = markdown(shortened(message_of(finding), _LONGEST_MESSAGE))
         of = f" of {markdown(group.subject)}" if several else ""
         yield f"- **{markdown(group.title)}**{family} in {counted(count, 'cell')}{of}{error}: {message}"

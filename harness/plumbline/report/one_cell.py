@@ -13,14 +13,14 @@ from rich.text import Text
 
 from plumbline.core.errors import PlumblineError
 from plumbline.core.finding import in_reading_order
-from plumbline.core.numbers import compact, x_noise
+from plumbline.core.numbers import compact
 from plumbline.core.outcome import Outcome
 from plumbline.report.tables.cells import DECLINED, MISSING, cell_table
 from plumbline.report.tables.failures import expectation_details, is_wrong, outcome_in_words, parameter_table
 from plumbline.report.tables.measured import HOW_TO_OPEN, conformance_of, profile_files
 from plumbline.report.tables.run_summary import SIMULATED, devices, seed_in_words
 from plumbline.report.terminal import plain_table, rendered
-from plumbline.report.text import between, in_words, location, printable, printable_lines
+from plumbline.report.text import between, in_words, place_and_size, printable, printable_lines
 from plumbline.results.files import log_tails, trace_folder
 from plumbline.results.records import KNOWN, PERFORMANCE, CellRecord, Measurement, Result, ending, grouped
 from plumbline.results.run import Run
@@ -140,12 +140,9 @@ def _findings(results: Sequence[Result]) -> Iterator[RenderableType]:
             head.append(f" ({printable(result.family)})" if result.family else "")
         if result.consequence_of:
             head.append(f"  consequence of {printable(result.consequence_of)}")
-        details = location(result)
-        if result.error_x_noise is not None:
-            limit = "" if result.limit_x_noise is None else f" (at most {compact(result.limit_x_noise)} allowed)"
-            details.append(f"{x_noise(result.error_x_noise)}{limit}")
+        limit = "" if result.limit_x_noise is None else f" (at most {compact(result.limit_x_noise)} allowed)"
         yield head
-        lines = [", ".join(details)] if details else []
+        lines = [where] if (where := place_and_size(result, limit)) else []
         lines += [printable_lines(result.message)] if result.message else []
         if is_wrong(result) and result.consequence_of is None:
             lines += parameter_table(list(result.parameters.items()), result.limit_x_noise)

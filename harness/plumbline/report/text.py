@@ -9,7 +9,7 @@ import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from plumbline.core.finding import AnyFinding
+from plumbline.core.finding import AnyFinding, SizedFinding
 from plumbline.core.numbers import compact, x_noise
 
 _TERMINAL_SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
@@ -167,10 +167,28 @@ def location(finding: AnyFinding) -> list[str]:
     return [f"{name} {printable(str(value))}" for name, value in where.items() if value is not None]
 
 
-def place_and_size(finding: AnyFinding) -> str:
-    """Return where and how large: ``step 0, rank 1, parameter head.weight, 57 × noise``; "" if neither is known."""
-    size = [] if finding.error_x_noise is None else [x_noise(finding.error_x_noise)]
-    return ", ".join(location(finding) + size)
+def place_and_size(finding: SizedFinding, limit: str = "") -> str:
+    """Return where and how large: ``step 0, rank 1, parameter head.weight, 57 × noise``; "" if neither is known.
+
+    The place is the first one. If the largest error is elsewhere, it follows with its own place. ``limit`` is appended
+    to the size.
+    """
+    if finding.error_x_noise is None:
+        return ", ".join(location(finding))
+    largest = x_noise(finding.error_x_noise)
+    here = dict(finding.parameters).get(finding.parameter or "")
+    if here is None or x_noise(here) == largest:
+        return ", ".join([*location(finding), f"{largest}{limit}"])
+    place = "over all steps and parameters"
+    if (grid := finding.error_grid) is not None:
+        cells = (
+            (error, f"at step {step} in {printable(name)}")
+            for name, row in zip(grid.parameters, grid.errors, strict=True)
+            for step, error in zip(grid.steps, row, strict=True)
+            if error is not None
+        )
+        place = next((there for error, there in cells if x_noise(error) == largest), place)
+    return f"{', '.join([*location(finding), x_noise(here)])}{limit}; largest {largest} {place}"
 
 
 def settings_in_words(settings: Mapping[str, Any]) -> str:

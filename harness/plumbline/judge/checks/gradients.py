@@ -128,7 +128,10 @@ class _OracleEvidence(GradientEvidence[OracleGradientCase]):
 
     def message(self, finding: Finding, description: str, hint: str, match: Match) -> str:
         """Return where the gradients are wrong, by how much, and how near the hypothesis comes."""
-        errors = f"{x_noise(finding.error_x_noise or 0.0)} from the right gradient"
+        here = max((error for _, error in finding.parameters), default=0.0)
+        if here <= self.wrong[0].limit:  # wrong only in all parameters together
+            here = finding.error_x_noise or 0.0
+        errors = f"{x_noise(here)} from the right gradient"
         if match.error is not None:
             errors = f"{x_noise(match.error)} from this prediction; {errors}"
         when = f"; it happens {match.when}" if match.when else ""

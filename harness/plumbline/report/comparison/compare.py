@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import Final
 
-from plumbline.core.numbers import compact
 from plumbline.core.outcome import Outcome
 from plumbline.report.comparison import alignment
 from plumbline.report.comparison.figure_changes import MINIMUM_EFFECT, FigureChange, FigureVerdict, figure_changes
@@ -227,7 +226,7 @@ def _notes(runs: tuple[Run, ...], figures: tuple[FigureChange, ...], *, turns: b
     else:
         yield (
             "A and B were measured at different times, and the machine may have drifted in between. So a change counts "
-            f"only if its interval lies wholly beyond ±{compact(100 * effect)} %; --interleave avoids this."
+            f"only if its interval lies wholly beyond ±{100 * effect:.2g} %; --interleave avoids this."
         )
     if any(run.header.simulated for run in runs):
         yield NOT_ABOUT_GPUS

@@ -19,7 +19,7 @@ from plumbline.report.tables.cells import cell_table
 from plumbline.report.tables.claims import claims
 from plumbline.report.tables.failures import Diagnosis, diagnoses
 from plumbline.report.tables.grid import GridCell, anchors, grids
-from plumbline.report.text import between, location, names_itself
+from plumbline.report.text import between, location, names_itself, place_and_size
 from plumbline.results.files import log_tails
 from plumbline.results.run import Run
 
@@ -199,6 +199,7 @@ def _environment() -> Environment:
     filters: tuple[Callable[..., Any], ...] = (
         *(failures.as_consequence, failures.expectation_details, failures.message_of, failures.outcome_in_words),
         *(measured.formulas, measured.not_applicable, measured.profile_files, between, location, names_itself),
+        place_and_size,
     )
     environment.filters |= {one.__name__: one for one in filters}
     environment.filters["is_link"] = lambda text: text.startswith(("https://", "http://"))
