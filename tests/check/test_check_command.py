@@ -245,7 +245,7 @@ def test_ranks_end_together_with_stop_and_the_mistake_is_in_the_first_line(check
 @pytest.mark.parametrize(
     ("calls", "sentence"),
     [
-        ("never", "WRONG: samples: set epoch never called"),
+        ("never", "WRONG: samples: set_epoch is never called"),
         pytest.param("set", "RIGHT: ", marks=pytest.mark.nightly),  # test_two_ranks.py has right epochs by default
     ],
 )

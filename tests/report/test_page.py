@@ -182,7 +182,7 @@ def test_causes_stand_together_the_commonest_first(build_run: BuildRun) -> None:
     )
     page = Page(report_page(dataclasses.replace(run, results=results)))
     heads = [head.strip() for head in page.inside("h3") if head.strip()]
-    assert heads[:3] == ["Common", "Rare", "Failed: check0"]
+    assert heads[:3] == ["Common", "Rare", "Check0 failed, cause unknown"]
     assert "3 cells: w1, w2, w3 · ddp · 1×2 · 32" in page.text
 
 

@@ -94,7 +94,7 @@ def test_a_cell_with_two_mistakes_counts_for_both(run_of):
     run = run_of({cell(gpus=2): [wrong(), averaged, unknown], cell(gpus=3): [wrong()], cell(gpus=4): [unknown]})
     found = {group.title: [one.gpus for one in group.findings] for group in mistakes(run)["my-ddp"]}
     assert found == {"not-synchronised": [2, 3], "buffers-not-broadcast": [2], "failed: update": [4]}
-    headline = "3 mistakes in my-ddp: not synchronised, buffers not broadcast, failed: update."
+    headline = "3 mistakes in my-ddp: not synchronised, buffers not broadcast, the update is wrong, cause unknown."
     assert headline in report_page(run)
     assert headline in one_screen(run)
     assert "3 mistakes in my-ddp:\n- not-synchronised (sync), in 2 cells:" in support_for_terminal(run, 160)

@@ -11,6 +11,7 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from plumbline.core.finding import SizedFinding
+from plumbline.core.titles import title_of
 from plumbline.machine.software import plumbline_version
 from plumbline.report.text import place_and_size, printable_lines
 
@@ -96,7 +97,7 @@ def sarif(annotations: Sequence[Annotation], *, succeeded: bool, properties: dic
     driver = {
         "name": "Plumbline",
         "version": plumbline_version(),
-        "rules": [{"id": rule, "shortDescription": {"text": rule.replace("-", " ")}} for rule in rules],
+        "rules": [{"id": rule, "shortDescription": {"text": title_of(rule)}} for rule in rules],
     }
     run = {
         "tool": {"driver": driver},

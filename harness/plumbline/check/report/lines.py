@@ -30,6 +30,7 @@ from plumbline.check.verdict.verdict import (
 from plumbline.core.finding import Finding, is_unexplained
 from plumbline.core.numbers import counted, x_noise
 from plumbline.core.outcome import Outcome
+from plumbline.core.titles import title_of
 from plumbline.judge.findings import Information
 from plumbline.report.annotations import Annotation, annotate, sarif
 from plumbline.report.text import (
@@ -184,7 +185,7 @@ def _annotation(one: CheckedTraining, finding: Finding) -> Annotation:
         finding,
         finding.message,
         rule=rule,
-        title=f"{finding.check}: {rule.replace('-', ' ')}",
+        title=f"{finding.check}: {title_of(rule)}",
         key=f"{finding.check}/{rule}",
         source=describe(one.training).steps_at,
     )

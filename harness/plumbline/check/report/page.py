@@ -19,6 +19,7 @@ from plumbline.check.report.lines import coverage_lines, durations, lines_of, sc
 from plumbline.check.verdict.description import describe
 from plumbline.check.verdict.verdict import Verdict, answer_of, mistakes, notes_on, sentence_on
 from plumbline.core.finding import Finding, is_unexplained
+from plumbline.core.titles import heading, title_of, unexplained_title
 from plumbline.machine.software import plumbline_version
 from plumbline.report.html.environment import page_environment
 from plumbline.report.text import place_and_size, settings_in_words, without_hint
@@ -80,8 +81,8 @@ def _source_of(one: CheckedTraining) -> SourceLines | None:
 
 def _name_of(finding: Finding) -> str:
     if is_unexplained(finding):
-        return f"{finding.check.capitalize()}: no known mistake explains the difference"
-    return str(finding.cause).replace("-", " ").capitalize()
+        return heading(unexplained_title(finding.check))
+    return heading(title_of(str(finding.cause)))
 
 
 def _uncovered(coverage: Coverage) -> Iterator[tuple[str, str, tuple[str, ...]]]:

@@ -21,6 +21,7 @@ from plumbline.core.errors import TROUBLE
 from plumbline.core.finding import Finding, by_themselves, is_unexplained
 from plumbline.core.numbers import compact, counted
 from plumbline.core.outcome import Outcome
+from plumbline.core.titles import title_of
 from plumbline.report.text import percent
 
 RIGHT, WRONG = 0, 1
@@ -186,7 +187,7 @@ def extent(one: CheckedTraining) -> str:
 def _cause(wrong: Finding) -> str:
     if is_unexplained(wrong):
         return f"{wrong.check}: no known mistake explains the difference"
-    return f"{wrong.check}: {str(wrong.cause).replace('-', ' ')}"
+    return f"{wrong.check}: {title_of(str(wrong.cause))}"
 
 
 def _noise(finding: Finding) -> str:

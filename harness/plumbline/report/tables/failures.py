@@ -12,6 +12,7 @@ from typing import Final
 from plumbline.core.finding import UNEXPLAINED, by_themselves, in_reading_order, is_unexplained
 from plumbline.core.numbers import compact, counted, x_noise
 from plumbline.core.outcome import Outcome
+from plumbline.core.titles import heading, title_of, unexplained_title
 from plumbline.report.tables.cells import cached_per_run
 from plumbline.report.text import listed, location, printable, shortened, without_hint
 from plumbline.results.records import UNEXPECTED_PASS, Coordinates, Expected, Result, by_cell, grouped
@@ -49,7 +50,10 @@ class FailureGroup:
 
     @property
     def in_words(self) -> str:
-        return self.title if ":" in self.title else self.title.replace("-", " ")
+        finding = self.findings[0]
+        if not is_unexplained(finding):
+            return title_of(self.title)
+        return unexplained_title(finding.check) if self.is_mistake else self.title
 
 
 def is_wrong(result: Result) -> bool:
@@ -332,7 +336,7 @@ def _diagnosis(group: FailureGroup, right: Iterable[Result]) -> Diagnosis:
 
     return Diagnosis(
         group,
-        group.in_words[:1].upper() + group.in_words[1:],
+        heading(group.in_words),
         without_hint(message_of(finding), finding.hint),
         (*location(finding), *([f"layer {layer}"] if layer else [])),
         size(finding),
