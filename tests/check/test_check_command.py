@@ -389,8 +389,7 @@ BEFORE = "model = torch.nn"
         ),
         (
             "import os, shutil; shutil.rmtree(os.environ['PLUMBLINE_CHECK'])",
-            "NOT JUDGED: the command removed the folder for evidence while it ran: set TMPDIR to a folder that it does "
-            "not remove",
+            "NOT JUDGED: the command removed the folder for evidence while it ran What to do: set `TMPDIR` to a folder",
         ),
     ],
     ids=["full", "removed"],

@@ -130,13 +130,14 @@ def test_a_script_that_failed_is_said_first():
             "signal SIGKILL (on rank 3: process 7 was killed, or called os._exit)",
         ),
         ([process(torch="2.13.0")], {"by": EndedBy.TIME_LIMIT, "time_limit": 5.0}, "at the time limit of 5 s"),
-        ([process(torch="2.13.0")], {"full_folder": Path("/t")}, "no space left in /t: free some space, or set TMPDIR"),
+        ([process(torch="2.13.0")], {"full_folder": Path("/t")}, "no space left in /t"),
     ],
 )
 def test_each_reason_for_recording_nothing_has_a_sentence(processes, more, sentence):
     verdict = verdict_of(checked(processes=processes, **more))
     assert verdict.answer is Answer.NOT_JUDGED
     assert sentence in verdict.sentence
+    assert verdict.next_step
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from plumbline.check.judge.noted import headline_note, information
 from plumbline.check.report.files import REPORT, write_report
 from plumbline.check.report.json_file import as_json
-from plumbline.check.report.lines import annotations_on, check_sarif, verdict_markdown
+from plumbline.check.report.lines import annotations_on, check_sarif, unjudged_annotation, verdict_markdown
 from plumbline.check.report.page import verdict_page
 from plumbline.check.report.terminal import verdict_screen
 from plumbline.check.verdict.verdict import verdict_of
 from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
 from plumbline.report.annotations import github_commands
 from plumbline.report.text import percent
 
@@ -64,9 +65,37 @@ def test_each_question_has_a_line_with_its_answer():
 
 def test_what_says_nothing_about_being_right_is_a_note_everywhere():
     command = checked(training(RIGHT, information("ranks-agree", "ranks hold different weights")))
-    assert re.search(r"note +ranks-agree +ranks hold different weights", screen(command))
-    assert re.search(r"ranks-agree</th>.*note</td><td>ranks hold different weights", page(command))
+    assert re.search(r"note +ranks-agree +Ranks hold different weights\.", screen(command))
+    assert re.search(r"ranks-agree</th>.*note</td><td>Ranks hold different weights\.", page(command))
     assert [one["information"] for one in document(command)["trainings"][0]["findings"]] == [False, True]
+
+
+def test_notes_in_the_list_of_checks_are_sentences_and_begin_with_a_capital_unless_with_code():
+    told = ["one rank is idle", "no_sync() is never left", "The loss is a mean. It is scaled."]
+    text = screen(checked(training(RIGHT, *(information("samples", one) for one in told))))
+    assert re.findall(r"note +samples +(.*)", text) == ["One rank is idle.", "no_sync() is never left.", told[2]]
+
+
+def test_an_update_that_is_right_is_right_only_for_what_was_judged():
+    right = Finding("update", Outcome.PASSED, "weights after the step match")
+    in_part, whole = (screen(checked(training(RIGHT, right, moved=moved))) for moved in ((0,), (0, 1)))
+    assert re.search(r"ok +update +in the 75 % of updates that were judged, weights", in_part)
+    assert re.search(r"ok +update +weights after the step match", whole)
+
+
+def test_the_last_line_says_how_long_it_ran_and_how_long_judging_took_if_anything_was_judged():
+    assert screen(checked(training(RIGHT)), width=100).endswith("exit code 0, ran 12.5 s, judged in 250 ms")
+    assert screen(checked()).endswith("exit code 0, ran 12.5 s")
+
+
+def test_a_job_that_fails_although_nothing_is_wrong_has_an_annotation():
+    (one,) = unjudged_annotation(verdict_of(checked(training(RIGHT), code=1)))
+    assert github_commands([one]).startswith(
+        "::error title=plumbline check%3A not judged::the command failed: exit code 1"
+    )
+    assert "What to do: run the command without Plumbline" in one.message
+    assert not unjudged_annotation(verdict_of(checked(training(RIGHT))))
+    assert not unjudged_annotation(verdict_of(checked(training(WRONG), code=1)))
 
 
 def test_what_the_reader_must_do_is_shown_whole_on_a_narrow_screen():

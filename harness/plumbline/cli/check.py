@@ -146,10 +146,10 @@ def check(options: argparse.Namespace) -> int:
     verdict = verdict_of(checked, require_full=options.require_full)
     _print(verdict_screen(checked, verdict, **_form(), quiet=options.quiet))
     if options.github:
-        from plumbline.check.report.lines import annotations_on
+        from plumbline.check.report.lines import annotations_on, unjudged_annotation
         from plumbline.report.annotations import github_commands
 
-        if commands := github_commands(annotations_on(checked)):
+        if commands := github_commands([*annotations_on(checked), *unjudged_annotation(verdict)]):
             _print(commands)
     write_files(checked, verdict, html=options.html, json=options.json, sarif=options.sarif)
     if options.report_dir:

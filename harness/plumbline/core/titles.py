@@ -108,4 +108,5 @@ def unexplained_title(check: str) -> str:
 
 def heading(title: str) -> str:
     """Return a title as a heading. A first word that is code stays as it is."""
-    return title if "_" in title.partition(" ")[0] else title[:1].upper() + title[1:]
+    first = title.partition(" ")[0].rstrip(",:;")
+    return title[:1].upper() + title[1:] if first.replace("-", "").isalpha() and first.islower() else title

@@ -183,8 +183,8 @@ def place_and_size(finding: SizedFinding, limit: str = "") -> str:
     if (grid := finding.error_grid) is not None:
         cells = (
             (error, f"at step {step} in {printable(name)}")
-            for name, row in zip(grid.parameters, grid.errors, strict=True)
-            for step, error in zip(grid.steps, row, strict=True)
+            for name, row in zip(grid.parameters, grid.errors, strict=False)
+            for step, error in zip(grid.steps, row, strict=False)
             if error is not None
         )
         place = next((there for error, there in cells if x_noise(error) == largest), place)

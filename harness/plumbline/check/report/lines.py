@@ -19,6 +19,7 @@ from plumbline.check.judge.noted import HeadlineNote
 from plumbline.check.judge.script_checks import CheckedTraining
 from plumbline.check.verdict.description import describe
 from plumbline.check.verdict.verdict import (
+    ENOUGH,
     Answer,
     Verdict,
     accusations,
@@ -27,10 +28,11 @@ from plumbline.check.verdict.verdict import (
     notes_on,
     sentence_on,
 )
+from plumbline.core.errors import TROUBLE
 from plumbline.core.finding import Finding, is_unexplained
 from plumbline.core.numbers import counted, x_noise
 from plumbline.core.outcome import Outcome
-from plumbline.core.titles import title_of
+from plumbline.core.titles import heading, title_of
 from plumbline.judge.findings import Information
 from plumbline.report.annotations import Annotation, annotate, sarif
 from plumbline.report.text import (
@@ -75,20 +77,28 @@ def lines_of(one: CheckedTraining, above: Collection[Finding] = ()) -> list[Line
     told = [*above, *islice(accusations(one), 1)]
     accused = {each.check for each in accusations(one)}
     lines = [
-        _line(each)
+        _line(each, one.coverage)
         for each in one.findings
         if not any(each is other for other in told) and not isinstance(each, HeadlineNote)
     ]
     return [line for line in lines if line.sign is not Sign.RIGHT or line.check not in accused]
 
 
-def _line(finding: Finding) -> Line:
+def _line(finding: Finding, coverage: Coverage) -> Line:
     text = finding.message.removeprefix("not judged: ")
+    sign = _sign(finding)
+    if sign is Sign.RIGHT and finding.check == "update" and coverage.updates.part < ENOUGH:
+        text = f"in the {percent(coverage.updates.part)} of updates that were judged, {text}"
     if finding.error_x_noise is not None and "× noise" not in text:
         text += f" ({x_noise(finding.error_x_noise)})"
     if is_accusation(finding) and finding.consequence_of is not None:
         text = f"consequence of {finding.consequence_of}: {text}"
-    return Line(_sign(finding), finding.check, text, finding)
+    return Line(sign, finding.check, _sentences(text) if sign is Sign.INFORMATION else text, finding)
+
+
+def _sentences(text: str) -> str:
+    """Return the text of a note as whole sentences."""
+    return heading(text) if text.endswith((".", "!", "?")) else f"{heading(text)}."
 
 
 def _sign(finding: Finding) -> Sign:
@@ -161,7 +171,8 @@ def script_end(checked: CheckedCommand) -> str:
 
 
 def durations(checked: CheckedCommand) -> str:
-    return f"{in_words(checked.end.seconds, 's')}, judged in {in_words(checked.judging_s, 's')}"
+    ran = f"ran {in_words(checked.end.seconds, 's')}"
+    return f"{ran}, judged in {in_words(checked.judging_s, 's')}" if checked.trainings else ran
 
 
 def annotations_on(checked: CheckedCommand) -> list[Annotation]:
@@ -172,6 +183,15 @@ def annotations_on(checked: CheckedCommand) -> list[Annotation]:
         for finding in accusations(one)
         if finding.consequence_of is None
     ]
+
+
+def unjudged_annotation(verdict: Verdict) -> list[Annotation]:
+    """Return an annotation without a place if a job fails although nothing is wrong; none otherwise."""
+    if verdict.exit_code != TROUBLE:
+        return []
+    step = f"\nWhat to do: {verdict.next_step}" if verdict.next_step else ""
+    answer = verdict.answer.value
+    return [Annotation(answer.replace(" ", "-"), f"plumbline check: {answer}", f"{verdict.sentence}{step}", answer)]
 
 
 def check_sarif(checked: CheckedCommand, verdict: Verdict) -> str:

@@ -19,6 +19,7 @@ from plumbline.check.verdict.verdict import (
     Verdict,
     answer_of,
     mistakes,
+    next_step,
     next_step_after,
     notes_on,
     sentence_on,
@@ -76,6 +77,7 @@ def dry_run_screen(checked: CheckedCommand, steps: int, *, width: int = 80, colo
     why = why_no_estimate(checked)
     if why is not None:
         screen.wrapped(f"DRY RUN: {why}")
+        screen.what_to_do(next_step(why, ()))
     for estimate in (one.estimate for one in checked.trainings if one.estimate is not None):
         first, *others = estimate_lines(estimate, steps)
         screen.wrapped(f"DRY RUN: {first}", "bold")
@@ -108,12 +110,15 @@ class _Screen:
         self._lines.append(before + self._styled(found, f"bold {_COLOURS[answer]}") + self._styled(after, "bold"))
         self._lines += [self._styled(line, "bold") for line in others]
 
-    def verdict(self, answer: Answer, sentence: str, incidents: Sequence[str], next_step: str) -> None:
+    def verdict(self, answer: Answer, sentence: str, incidents: Sequence[str], step: str) -> None:
         self.headline(answer, sentence)
         for incident in incidents:
             self.indented(f"! {incident}", "yellow")
-        if next_step:
-            self.indented(f"What to do: {next_step}", "cyan")
+        self.what_to_do(step)
+
+    def what_to_do(self, step: str) -> None:
+        if step:
+            self.indented(f"What to do: {step}", "cyan")
 
     def trainings(self, trainings: Sequence[CheckedTraining], truth: str) -> None:
         for index, one in enumerate(trainings, 1):

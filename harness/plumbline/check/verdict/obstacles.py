@@ -19,25 +19,20 @@ MEMORY = (
 _STOPPED_EARLY = "--stop ended some ranks before others took as many steps"
 
 KEPT_OUT = "a container, a cleared environment, or Python's -I, -E or -S may keep it out"
-ELSEWHERE = "and pass PYTHONPATH and PLUMBLINE_CHECK on to every process that trains"
 
 
 def why_nothing_was_recorded(checked: CheckedCommand) -> str:
     if checked.has_lost_folder:
-        return (
-            "the command removed the folder for evidence while it ran: set TMPDIR to a folder that it does not remove"
-        )
+        return "the command removed the folder for evidence while it ran"
     if checked.full_folder is not None:
-        return f"there is no space left in {checked.full_folder}: free some space, or set TMPDIR to another folder"
+        return f"there is no space left in {checked.full_folder}"
     if not checked.processes and checked.end.has_failed:
         return (
             f"the command failed before a Python process loaded the recorder: {checked.end.in_words}; if it did start "
             f"Python, {KEPT_OUT}"
         )
     if not checked.processes:
-        return (
-            f"no Python process of the command loaded the recorder: {KEPT_OUT}; use Python 3.10 or newer, {ELSEWHERE}"
-        )
+        return f"no Python process of the command loaded the recorder: {KEPT_OUT}"
     trained = [one for one in checked.processes if one.torch]
     early = [one for one in checked.processes if one.raised or not one.ended]
     if not trained:
@@ -95,7 +90,7 @@ def _before_torch(checked: CheckedCommand, early: Sequence[PythonProcess]) -> st
         return f"the command was ended {_by(checked)} before a process imported torch"
     if checked.end.has_failed:
         return f"the script failed before it imported torch: {checked.end.in_words}{_reason(early)}"
-    return f"no process of the command imports torch: put the command that starts the training after --, {ELSEWHERE}"
+    return "no process of the command imports torch"
 
 
 def _without_a_step(checked: CheckedCommand, trained: Sequence[PythonProcess]) -> str:
@@ -105,17 +100,14 @@ def _without_a_step(checked: CheckedCommand, trained: Sequence[PythonProcess]) -
         return f"no optimizer took {counted(after + 1, 'step')}, which a dry run needs"
     if steps:
         most = counted(after, "step")
-        return f"no optimizer took more than {most}, so --after {after} leaves none to record: use a smaller N"
+        return f"no optimizer took more than {most}, so --after {after} leaves none to record"
     if not any(one.optimizers for one in trained):
         return "the script creates no torch.optim.Optimizer: Plumbline judges what an optimizer receives and does"
     if not any(one.passes for one in trained):
-        return (
-            "the script creates an optimizer, but runs no backward pass: run it with arguments that make it train, "
-            f"{ELSEWHERE}"
-        )
+        return "the script creates an optimizer, but runs no backward pass"
     if any(one.begun for one in trained):
         return "the first optimizer step raised an error, and no step was completed"
-    return "the script runs backward passes, but never calls its optimizer's step: let it run until it does"
+    return "the script runs backward passes, but never calls its optimizer's step"
 
 
 def _of_training(checked: CheckedCommand, one: CheckedTraining) -> Iterator[str]:

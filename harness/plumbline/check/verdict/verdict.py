@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -217,10 +218,30 @@ def _exit_code(answer: Answer, checked: CheckedCommand, *, require_full: bool) -
     return TROUBLE if answer is Answer.NOT_JUDGED else RIGHT
 
 
+WITHOUT_A_LAUNCHER: Final = re.compile(r"(KeyError: '|environment variable )(RANK|WORLD_SIZE|LOCAL_RANK|MASTER_ADDR)\b")
+"""What a script raises if it needs a launcher's variables and was started without one."""
+
+START_WITH_TORCHRUN: Final = "start the script with `torchrun`, which sets `RANK` and the variables beside it"
+
 NEXT_STEPS: Final[Mapping[str, str]] = {
+    "loaded the recorder: ": (
+        "use Python 3.10 or newer, and pass `PYTHONPATH` and `PLUMBLINE_CHECK` on to every process that trains"
+    ),
+    "no process of the command imports torch": (
+        "put the command that starts the training after `--`, and pass `PYTHONPATH` and `PLUMBLINE_CHECK` on to it"
+    ),
+    " is too old: ": "run the script with Python 3.10 or newer and torch 2.4 or newer",
+    "the command removed the folder for evidence": "set `TMPDIR` to a folder that the command does not remove",
+    "there is no space left in ": "free some space, or set `TMPDIR` to another folder",
+    "at the time limit of ": "give it more time with `--time-limit S`",
+    "leaves none to record": "use a smaller N in `--after N`, or let the script take more steps",
+    "which a dry run needs": "let the script take more steps, or use a smaller N in `--after N`",
+    "but runs no backward pass": "run the script with arguments that make it train",
+    "never calls its optimizer's step": "let the script run until the optimizer steps",
     "--stop ended some ranks before others": (
         "leave out `--stop`; if the command still fails, fix the error that it raises without Plumbline"
     ),
+    "the first optimizer step raised an error": "run the command without Plumbline, and fix the error that it raises",
     "the command failed": "run the command without Plumbline, and fix the error that it raises",
     "the script failed": "run the command without Plumbline, and fix the error that it raises",
     "creates no torch.optim.Optimizer": "train with an optimizer of `torch.optim`, or a class derived from it",
@@ -236,6 +257,7 @@ NEXT_STEPS: Final[Mapping[str, str]] = {
         "make the forward depend only on its inputs, its parameters and torch's random generators"
     ),
     "the forward registers hooks on tensors": "remove these hooks for the check",
+    "not every rank of the training took": "let all ranks take the same number of optimizer steps",
     "ranks recorded steps": "let every rank step an optimizer of its own",
     "not all ranks reached the same optimizer step": "let all ranks take the same number of optimizer steps",
     "too little memory is free": "check with a smaller batch or model, or on fewer ranks per machine",
@@ -253,6 +275,12 @@ NEXT_STEPS: Final[Mapping[str, str]] = {
         "compute gradients with `loss.backward()`, and give the optimizer the model's parameters or copies of them"
     ),
     "the gradient did not come from a recorded backward pass": "compute gradients with `loss.backward()`",
+    "the script also changes the weights between optimizer steps": (
+        "leave that change out for the check, to have all updates of the optimizer judged"
+    ),
+    "the script also changes the optimizer's state between steps": (
+        "leave that change out for the check, to have all updates of the optimizer judged"
+    ),
 }
 """Maps a part of a reason to what to do about it. Reasons that already say what to do, and reasons without a remedy,
 are left out."""
@@ -260,6 +288,8 @@ are left out."""
 
 def next_step(sentence: str, trainings: Sequence[CheckedTraining]) -> str:
     """Return what to do about the reason in ``sentence``, else about what was not judged; "" if nothing is known."""
+    if WITHOUT_A_LAUNCHER.search(sentence):
+        return START_WITH_TORCHRUN
     for why in (sentence, *_left_out(trainings)):
         for part, step in NEXT_STEPS.items():
             if part in why:
