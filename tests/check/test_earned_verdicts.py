@@ -469,6 +469,7 @@ def test_nothing_contradicts_that_one_of_two_modules_is_not_synchronised(judged)
     training, answer, _ = judged(train)
     assert (answer, causes(training)) == (Answer.WRONG, {"some-parameters-not-synchronised"})
     messages = {one.check: one.message for one in training.findings}
+    assert "; Linear.weight (4×8), Linear.bias (4) are outside DistributedDataParallel, which" in messages["gradients"]
     assert messages["ranks-agree"].endswith("DistributedDataParallel wraps only some of the trained modules")
     assert messages["objective"] == "Rank 0's own loss is the mean over its 8 terms of cross_entropy."
     assert messages["samples"].endswith("(32 rows in the recorded steps)")

@@ -79,7 +79,7 @@ def test_notes_in_the_list_of_checks_are_sentences_and_begin_with_a_capital_unle
 def test_an_update_that_is_right_is_right_only_for_what_was_judged():
     right = Finding("update", Outcome.PASSED, "weights after the step match")
     in_part, whole = (screen(checked(training(RIGHT, right, moved=moved))) for moved in ((0,), (0, 1)))
-    assert re.search(r"ok +update +in the 75 % of updates that were judged, weights", in_part)
+    assert re.search(r"ok +update +75 % judged: weights", in_part)
     assert re.search(r"ok +update +weights after the step match", whole)
 
 

@@ -23,7 +23,7 @@ def test_names_are_told_apart_and_what_nobody_holds_is_called_by_its_place():
     names = ParameterNames(*models)
     unknown = nn.Parameter(torch.ones(4, 5))
     optimizer = torch.optim.SGD([one.weight for one in models] + [unknown])
-    assert names.of(optimizer) == ["weight", "Net.weight", "Net.weight (2)", "SGD parameter 3"]
+    assert names.of(optimizer) == ["weight", "Net.weight", "Net 2.weight", "SGD parameter 3"]
     assert [names.of_one(one) for one in (models[1].bias, unknown)] == ["Net.bias", "a parameter of shape (4, 5)"]
 
 

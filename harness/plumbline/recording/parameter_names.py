@@ -14,7 +14,7 @@ from plumbline.recording.parameters import parameters_of
 class ParameterNames:
     """Names parameters by the first of ``roots`` that holds them.
 
-    Names in any root but the first begin with the name of the root's class.
+    Names in any root but the first begin with the name of the root's class, and with a number from its second root on.
     """
 
     def __init__(self, *roots: nn.Module) -> None:
@@ -66,9 +66,15 @@ class ParameterNames:
         return self._name(parameter) or f"a parameter of shape {tuple(parameter.shape)}"
 
     def _name_those_of(self, root: nn.Module) -> None:
-        prefix = "" if root is self.roots[0] else f"{type(root).__name__}."
+        prefix = "" if root is self.roots[0] else f"{self._name_of_root(root)}."
         for name, parameter in root.named_parameters():
             self._named.setdefault(id(parameter), (prefix + name.replace(WRAPPED, ""), parameter))
+
+    def _name_of_root(self, root: nn.Module) -> str:
+        name = type(root).__name__
+        alike = [one for one in self.roots[1:] if type(one).__name__ == name]
+        number = next(index for index, one in enumerate(alike, 1) if one is root)
+        return name if number == 1 else f"{name} {number}"
 
     def _name(self, parameter: Tensor) -> str | None:
         return self._named[id(parameter)][0] if self.knows(parameter) else None

@@ -32,7 +32,13 @@ MADE_EQUAL = (
 
 _CAUSES = ("not-synchronised", "some-parameters-not-synchronised", "exchanged-otherwise")
 
+OUTSIDE = "outside"
+
 _WHY = {
+    OUTSIDE: (
+        "{names} {are} outside DistributedDataParallel, which wraps only some of the trained modules: wrap one module "
+        "that contains all of them, or average these gradients in the script"
+    ),
     "added": (
         "{names} {were} added to the model after DistributedDataParallel was created, so it does not reduce their "
         "gradients: add all parameters first, then wrap the model"
@@ -56,10 +62,16 @@ def with_reason(finding: Finding, names: Iterable[str], training: RecordedTraini
     if finding.cause not in _CAUSES:
         return finding
     wrong = set(names)
+    weights = list(_common_weights(training))
+    is_wrapped = {one.parameter.name for one in weights if one.is_wrapped}
+    is_outside = bool(is_wrapped) and wrong.isdisjoint(is_wrapped)
     reasons: dict[str, dict[str, None]] = {}
-    for one in _common_weights(training):
-        if one.why_unreduced and one.parameter.name in wrong:
-            reasons.setdefault(one.why_unreduced, {}).setdefault(one.parameter.name)
+    for one in weights:
+        why = one.why_unreduced or (OUTSIDE if is_outside else "")
+        if why and one.parameter.name in wrong:
+            size = "×".join(map(str, one.parameter.shape))  # several modules may have the name of their class
+            name = f"{one.parameter.name} ({size})" if why == OUTSIDE and size else one.parameter.name
+            reasons.setdefault(why, {}).setdefault(name)
     if not reasons:
         return finding
     why, found = max(reasons.items(), key=lambda each: len(each[1]))

@@ -88,7 +88,7 @@ def _line(finding: Finding, coverage: Coverage) -> Line:
     text = finding.message.removeprefix("not judged: ")
     sign = _sign(finding)
     if sign is Sign.RIGHT and finding.check == "update" and coverage.updates.part < ENOUGH:
-        text = f"in the {percent(coverage.updates.part)} of updates that were judged, {text}"
+        text = f"{percent(coverage.updates.part)} judged: {text}"
     if finding.error_x_noise is not None and "× noise" not in text:
         text += f" ({x_noise(finding.error_x_noise)})"
     if is_accusation(finding) and finding.consequence_of is not None:

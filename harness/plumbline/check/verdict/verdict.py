@@ -276,10 +276,10 @@ NEXT_STEPS: Final[Mapping[str, str]] = {
     ),
     "the gradient did not come from a recorded backward pass": "compute gradients with `loss.backward()`",
     "the script also changes the weights between optimizer steps": (
-        "leave that change out for the check, to have all updates of the optimizer judged"
+        "for the check, leave out what the script changes between steps: the optimizer's updates are then judged"
     ),
     "the script also changes the optimizer's state between steps": (
-        "leave that change out for the check, to have all updates of the optimizer judged"
+        "for the check, leave out what the script changes between steps: the optimizer's updates are then judged"
     ),
 }
 """Maps a part of a reason to what to do about it. Reasons that already say what to do, and reasons without a remedy,
