@@ -22,7 +22,7 @@ from plumbline.core.outcome import Outcome
 from plumbline.core.topology import Topology
 from plumbline.machine.fingerprint import ComparabilityKey, Fingerprint
 from plumbline.report.formats import write_report
-from plumbline.report.html.page import MOST_FAILURES, MOST_GROUPS, report_page
+from plumbline.report.html.page import MOST_FACETS, MOST_FAILURES, MOST_GROUPS, report_page
 from plumbline.results.files import LONGEST_LINE, MOST_LINES
 from plumbline.results.header_footer import Footer, Header
 from plumbline.results.records import ErrorGrid, Expected, Measurement, RankShares, Result
@@ -184,6 +184,14 @@ def test_causes_stand_together_the_commonest_first(build_run: BuildRun) -> None:
     heads = [head.strip() for head in page.inside("h3") if head.strip()]
     assert heads[:3] == ["Common", "Rare", "Check0 failed, cause unknown"]
     assert "3 cells: w1, w2, w3 · ddp · 1×2 · 32" in page.text
+
+
+def test_links_and_the_search_stand_above_the_mistakes_and_what_has_no_button_is_counted(build_run: BuildRun) -> None:
+    cells = [Cell(f"trainer{index}", "mlp", "ddp", Topology(1, 2), "32", "cpu") for index in range(MOST_FACETS + 3)]
+    page = report_page(build_run({cell: [Outcome.FAILED] for cell in cells}))
+    places = [page.index(one) for one in ("<h1>", "<nav ", 'role="search"', "… and 3 more", 'id="cause-1"')]
+    assert places == sorted(places)
+    assert page.count('aria-pressed="false">') == MOST_FACETS
 
 
 def test_what_is_known_is_told_apart_from_what_went_wrong(build_run: BuildRun) -> None:

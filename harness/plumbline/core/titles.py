@@ -109,4 +109,4 @@ def unexplained_title(check: str) -> str:
 def heading(title: str) -> str:
     """Return a title as a heading. A first word that is code stays as it is."""
     first = title.partition(" ")[0].rstrip(",:;")
-    return title[:1].upper() + title[1:] if first.replace("-", "").isalpha() and first.islower() else title
+    return title[:1].upper() + title[1:] if first.replace("-", "").isalnum() and first.islower() else title

@@ -61,6 +61,7 @@ def report_page(run: Run) -> str:
     by = run_summary.computed_by(run)
     workloads = list(_workloads(timed))
     wrong = diagnoses(run)
+    facets = _facets(wrong)
     contents = {
         ("wrong", "What went wrong"): wrong,
         ("support", "Support"): subjects,
@@ -92,7 +93,8 @@ def report_page(run: Run) -> str:
         "diagnoses": wrong,
         "several_wrong": len({one.group.subject for one in wrong}) > 1,
         "drawn_of": _drawn,
-        "facets": _facets(wrong),
+        "facets": facets[:MOST_FACETS],
+        "more_facets": len(facets[MOST_FACETS:]),
         "undeclared_rows": support.undeclared_rows(run),
         "script_hash": _script_hash(),
         "doubts": [one.doubt for one in failures.subject_causes(run) if one.doubt],
@@ -124,8 +126,7 @@ def _drawn(one: Diagnosis) -> dict[str, Any] | None:
 def _facets(wrong: Sequence[Diagnosis]) -> list[str]:
     families = dict.fromkeys(one.group.family for one in wrong if one.group.family)
     subjects = dict.fromkeys(one.group.subject for one in wrong)
-    words = [*(families if len(families) > 1 else ()), *(subjects if len(subjects) > 1 else ())]
-    return words[:MOST_FACETS]
+    return [*(families if len(families) > 1 else ()), *(subjects if len(subjects) > 1 else ())]
 
 
 def _comparability(run: Run) -> dict[str, str]:
