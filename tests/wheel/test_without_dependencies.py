@@ -150,7 +150,7 @@ def test_annotations_and_the_page_need_no_other_library_either(python, tmp_path)
     assert done.returncode == 0, done.stderr
     assert verdict_in(done.stderr).startswith("RIGHT: ")
     assert json.loads((tmp_path / "check.sarif").read_text())["runs"][0]["results"] == []
-    assert "<h1>Right: " in (tmp_path / "check.html").read_text()
+    assert "<h1>Right – " in (tmp_path / "check.html").read_text()
 
 
 def test_json_without_pydantic_is_refused_before_the_training_starts(python, tmp_path):
