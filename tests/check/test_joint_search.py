@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from plumbline.check.rank.joint.comparison import ROUNDS, GradientSearch
-from plumbline.check.rank.joint.copies_and_parts import Beginnings, Group
+from plumbline.check.rank.joint.copies_and_parts import Beginnings, Group, Kind
 from plumbline.check.rank.joint.derivative import Difference, Reading
 from plumbline.replay.derivatives import InPlace
 
@@ -38,7 +38,7 @@ class Derivative:
 
     def __init__(self, seed: int, gradients: list[float], errors: list[float], left: float = 0.0) -> None:
         self._seed, self._gradients, self._errors, self._left = seed, gradients, errors, left
-        self.groups = [Group((f"w{index}", (4,), 1), (((0, index),),), 1.0) for index in range(len(gradients))]
+        self.groups = [Group(Kind(f"w{index}", (4,), 1), (((0, index),),), 1.0) for index in range(len(gradients))]
         fact = {"copies": 1, "ranks": [0], "tied": False, "stage": "", "constant": False}
         self.every = [[{**fact, "name": one.name, "recorded": [one.name]} for one in self.groups]]
         self.squares: dict[Any, float] = {}
@@ -66,7 +66,7 @@ class Derivative:
 def found_in(derivative: Derivative) -> dict[str, Any]:
     places, beginnings = list(range(len(derivative.groups))), Beginnings()
     for group in derivative.groups:
-        beginnings.note(group.kind, alike=False, constant=False)
+        beginnings.note(group.kind.family, alike=False)
     return GradientSearch(derivative, beginnings, None, places).facts()  # type: ignore[arg-type]
 
 

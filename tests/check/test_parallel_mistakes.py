@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from plumbline.check.function import check_function
 from plumbline.check.judge.script_checks import CheckedTraining
+from plumbline.check.verdict.verdict import Answer, answer_of
 from plumbline.core.finding import Finding
 
 WIDTH = 8
@@ -145,6 +146,56 @@ def input_half_reduced() -> None:
 
 def batches_that_differ() -> None:
     train(blocks(Block, Block), dist.get_rank())
+
+
+class Experts(nn.Module):
+    """Two experts, each on two of four ranks. Every row goes to both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "experts"))
+        self.replicas, self.group = mesh["replicas"].get_group(), mesh["experts"].get_group()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+        torch.manual_seed(1 + mesh["experts"].get_local_rank())
+        self.expert = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, values: Tensor) -> Tensor:
+        from torch.distributed.nn.functional import all_to_all_single
+
+        def exchanged(rows: Tensor) -> Tensor:
+            return all_to_all_single(torch.empty_like(rows), rows, group=self.group)
+
+        sent = self.first(values).repeat(2, 1)
+        returned = exchanged(functional.gelu(self.expert(exchanged(sent))))
+        return self.last(returned.view(2, *values.shape).sum(0))
+
+    def reduce(self, groups: Sequence[Any]) -> None:
+        for name, one in self.named_parameters():
+            for group in groups if name.startswith("expert") else [None]:
+                dist.all_reduce(one.grad, group=group)
+            one.grad /= 4
+
+
+def experts_reduced() -> None:
+    model = Experts()
+    train(model, dist.get_rank(), lambda _: model.reduce([model.replicas]))
+
+
+def experts_not_reduced() -> None:
+    model = Experts()
+    train(model, dist.get_rank(), lambda _: model.reduce([]))
+
+
+def test_experts_that_are_reduced_over_their_replicas_are_right() -> None:
+    training = checked(experts_reduced, 4)
+    assert not bad(training)
+    assert answer_of(training) is Answer.RIGHT
+
+
+def test_replicas_of_different_parts_that_nobody_reduces_are_named() -> None:
+    (found,) = bad(checked(experts_not_reduced, 4))
+    assert (found.cause, found.parameter) == ("some-parameters-not-synchronised", "expert.weight")
 
 
 @pytest.mark.parametrize(

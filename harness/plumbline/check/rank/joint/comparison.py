@@ -343,7 +343,7 @@ class GradientSearch:
         parts = 0.0
         for index, (group, own) in enumerate(zip(self._groups, squares, strict=True)):
             parts += sum(own) if index in self._parts else own[0]
-            key = group.kind if group.is_doubtful else (f"{index}", (), 0)
+            key = group.kind if group.is_doubtful else Kind(f"{index}", (), 0)
             seen[key] = min(own[0], seen.get(key, math.inf))
         return [math.sqrt(sum(seen.values())), math.sqrt(parts)]
 

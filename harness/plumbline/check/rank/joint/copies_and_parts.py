@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import NamedTuple
 
 from plumbline.recording.observer import Facts
 
@@ -19,8 +21,29 @@ of a gradient in bfloat16, and gradients of different samples may differ by less
 COARSE = 2.0**-12
 """Formats with at least this unit roundoff count as 16-bit formats: float16 has 2⁻¹¹."""
 
-Kind = tuple[str, tuple[int, ...], int]
+Family = tuple[str, tuple[int, ...], int]
 """A parameter's name, its shape, and the number of ranks that hold it together."""
+
+Instance = tuple[str, tuple[int, ...], tuple[int, ...]]
+"""A parameter's name, its shape, and the ranks that hold it together."""
+
+
+class Kind(NamedTuple):
+    """Parameters of one family that can be copies of each other.
+
+    ``beginning`` numbers the values with which they began. It is 0 if the whole family began alike, or if these values
+    are unknown because the parameters were first compared later than others of their family.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    size: int
+    beginning: int = 0
+
+    @property
+    def family(self) -> Family:
+        return self[:3]
+
 
 Key = tuple[int, int]
 """A rank, and the number of a parameter on it."""
@@ -41,7 +64,7 @@ class Group:
 
     @property
     def name(self) -> str:
-        return self.kind[0]
+        return self.kind.name
 
     @property
     def keys(self) -> frozenset[Key]:
@@ -53,42 +76,60 @@ class Group:
 
 
 class Beginnings:
-    """Records which parameters had the same values on all ranks when they were first compared.
+    """Records which parameters had the same values on ranks when they were first compared.
 
     Parts of a layer usually begin with different values. If they begin alike, as biases of zeros do, they look like
     copies of one parameter whose gradients should have been added up but were not. Exceptions are constants in a layer
     with other parameters that began with different values, and equal constants in different pipeline stages. A
     parameter that a layer uses next after reducing its results over ranks is a copy, as the bias of a row-parallel
     layer.
+
+    Values that are not constant are seldom equal by chance. If only some ranks began with the same ones, these ranks
+    hold replicas of one part, such as an expert, and other ranks hold other parts.
     """
 
     def __init__(self) -> None:
-        self._alike: dict[Kind, bool] = {}
+        self._alike: dict[Family, bool] = {}
         self._constant: set[Kind] = set()
+        self._beginnings: dict[Instance, int] = {}
         self.parts: set[Kind] = set()
         """Parameters that are the same on several ranks, but have right gradients only as separate parts."""
         self.after_reductions: set[str] = set()
         """Names of the parameters that a module uses next after a reduction."""
 
-    def note(self, kind: Kind, *, alike: bool, constant: bool) -> None:
-        """Note how a parameter begins. Only the first call counts."""
-        if kind not in self._alike and constant:
-            self._constant.add(kind)
-        self._alike.setdefault(kind, alike)
+    def note(self, family: Family, *, alike: bool) -> None:
+        """Note whether all parameters of a family began alike."""
+        self._alike[family] = alike
+
+    def note_kind(self, family: Family, instances: Sequence[Instance], *, constant: bool) -> None:
+        """Note that these instances of a family, and no others, began with the same values."""
+        self._beginnings.update(dict.fromkeys(instances, 0 if self._alike[family] else 1 + len(self._beginnings)))
+        if constant:
+            self._constant.update(self.kind(family, one) for one in instances)
+
+    def knows(self, family: Family) -> bool:
+        """Return whether it was noted how a family began."""
+        return family in self._alike
+
+    def kind(self, family: Family, instance: Instance) -> Kind:
+        """Return the kind of an instance."""
+        return Kind(*family, self._beginnings.get(instance, 0))
 
     def began_alike(self, kind: Kind) -> bool:
         """Return whether all ranks began with the same values of a parameter."""
-        return self._alike[kind]
+        return self._alike[kind.family]
 
     def may_be_copies(self, kind: Kind) -> bool:
         """Return whether different instances of a parameter may be meant as copies of one."""
-        return self._alike[kind] and not self._is_a_part(kind)
+        if self.began_alike(kind):
+            return not self._is_a_part(kind)
+        return kind.beginning > 0 and kind not in self._constant
 
     def _is_a_part(self, kind: Kind) -> bool:
         """Return whether a parameter began constant, in a layer whose other parameters began differently on ranks."""
-        layer = kind[0].rpartition(".")[0]
+        layer = kind.name.rpartition(".")[0]
         apart = any(not alike and name.rpartition(".")[0] == layer for (name, *_), alike in self._alike.items())
-        return apart and kind in self._constant and kind[0] not in self.after_reductions
+        return apart and kind in self._constant and kind.name not in self.after_reductions
 
 
 def largest_rounding(unit: float) -> float:
@@ -111,42 +152,74 @@ def grouped(held: Sequence[Sequence[Facts]], unit: float, beginnings: Beginnings
     ``unit`` is the unit roundoff of the training.
     """
     most = largest_rounding(unit)
-    instances: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[Key]] = {}
+    instances: dict[Instance, list[Key]] = {}
     for rank, own in enumerate(held):
-        for number, one in enumerate(own):
-            instances.setdefault((one["name"], tuple(one["shape"]), tuple(one["ranks"])), []).append((rank, number))
-    kinds: dict[Kind, list[list[list[Key]]]] = {}
-    for (name, shape, _), keys in instances.items():
-        found = kinds.setdefault((name, shape, len(keys)), [])
+        for number in range(len(own)):
+            instances.setdefault(_instance(held, (rank, number)), []).append((rank, number))
+    families: dict[Family, list[list[list[Key]]]] = {}
+    for instance, keys in instances.items():
+        name, shape, _ = instance
+        family = name, shape, len(keys)
+        found = families.setdefault(family, [])
         of = next((one for one in found if _same(held, one[0], keys, ("weights", "gradient"), most)), None)
-        if of is None or (name, shape, len(keys)) in beginnings.parts:
+        if of is None or beginnings.kind(family, instance) in beginnings.parts:
             found.append([keys])
         else:
             of.append(keys)
-    _join_tied(held, kinds, most)
-    for kind, found in kinds.items():
-        rank, number = found[0][0][0]
-        beginnings.note(
-            kind,
-            alike=all(_may_be_one(held, found[0][0], one[0], most) for one in found),
-            constant=held[rank][number]["constant"],
-        )
+    _join_tied(held, families, most)
+    for family, found in families.items():
+        if not beginnings.knows(family):
+            _note_beginning(held, family, found, beginnings, most)
+    kinds = [
+        (beginnings.kind(family, _instance(held, copies[0][0])), copies)
+        for family, found in families.items()
+        for copies in found
+    ]
+    counts = Counter(kind for kind, _ in kinds)
     groups = []
-    for kind, found in kinds.items():
-        for copies in found:
-            size = max(held[rank][number]["size"] for rank, number in copies[0]) or 1.0
-            doubtful = len(found) > 1 and beginnings.may_be_copies(kind)
-            groups.append(Group(kind, tuple(map(tuple, copies)), size, doubtful))
+    for kind, copies in kinds:
+        size = max(held[rank][number]["size"] for rank, number in copies[0]) or 1.0
+        doubtful = counts[kind] > 1 and beginnings.may_be_copies(kind)
+        groups.append(Group(kind, tuple(map(tuple, copies)), size, doubtful))
     return groups
 
 
-def _join_tied(held: Sequence[Sequence[Facts]], kinds: dict[Kind, list[list[list[Key]]]], most: float) -> None:
+def _instance(held: Sequence[Sequence[Facts]], key: Key) -> Instance:
+    rank, number = key
+    one = held[rank][number]
+    return one["name"], tuple(one["shape"]), tuple(one["ranks"])
+
+
+def _note_beginning(
+    held: Sequence[Sequence[Facts]],
+    family: Family,
+    found: Sequence[list[list[Key]]],
+    beginnings: Beginnings,
+    most: float,
+) -> None:
+    """Note which parameters of a family begin alike: all of them, or some in the same pipeline stage."""
+    alike = all(_may_be_one(held, found[0][0], one[0], most) for one in found)
+    beginnings.note(family, alike=alike)
+    kinds: list[list[list[Key]]] = []
+    for copies in found:
+        like = (one for one in kinds if alike or _begin_alike(held, one[0], copies[0], most))
+        if (same := next(like, None)) is None:
+            kinds.append(list(copies))
+        else:
+            same += copies
+    for keys in kinds:
+        rank, number = keys[0][0]
+        instances = [_instance(held, one[0]) for one in keys]
+        beginnings.note_kind(family, instances, constant=held[rank][number]["constant"])
+
+
+def _join_tied(held: Sequence[Sequence[Facts]], families: dict[Family, list[list[list[Key]]]], most: float) -> None:
     """Join parameters of different names in different stages that have the same values and gradients.
 
     Tied weights whose gradients are added up are copies of this kind.
     """
     joined: list[list[list[Key]]] = []
-    for (_, shape, size), found in kinds.items():
+    for (_, shape, size), found in families.items():
         for copies in list(found):
             for others in joined:
                 (rank, number), (other_rank, other) = copies[0][0], others[0][0]
@@ -164,8 +237,8 @@ def _join_tied(held: Sequence[Sequence[Facts]], kinds: dict[Kind, list[list[list
                     break
             else:
                 joined.append(copies)
-    for kind in [kind for kind, found in kinds.items() if not found]:
-        del kinds[kind]
+    for family in [family for family, found in families.items() if not found]:
+        del families[family]
 
 
 def _have_same_gradient(
@@ -201,7 +274,7 @@ def perhaps_tied(held: Sequence[Sequence[Facts]], groups: Sequence[Group], unit:
     for one in groups:
         rank, number = one.instances[0][0]
         if not held[rank][number]["constant"]:
-            equal.setdefault((one.kind[1:], *held[rank][number]["weights"]), []).append(one)
+            equal.setdefault((one.kind.shape, one.kind.size, *held[rank][number]["weights"]), []).append(one)
     random = [[number for number, one in enumerate(own) if not one["constant"]] for own in held]
     return [
         [(rank, number), (other_rank, other)]
@@ -218,7 +291,7 @@ def _alike_in_stages(held: Sequence[Sequence[Facts]], groups: Sequence[Group], u
     for one, other in combinations(groups, 2):
         ours, theirs = one.instances[0], other.instances[0]
         stages = {held[rank][number]["stage"] for (rank, number) in (ours[0], theirs[0])}
-        if one.kind[1:] != other.kind[1:] or len(stages) == 1:
+        if one.kind.family[1:] != other.kind.family[1:] or len(stages) == 1:
             continue
         equal = [_same(held, ours, theirs, (what,), largest_rounding(unit)) for what in ("weights", "gradient")]
         if equal == [True, False]:
@@ -259,19 +332,25 @@ def have_one_gradient(
     group, most = groups[index], largest_rounding(unit)
     every = [held[rank][number] for rank, number in group.keys]
     are_parts = any(one["copies"] < len(one["ranks"]) and "pieces" not in one for one in every)
-    if not are_parts and beginnings.may_be_copies(group.kind):
-        return False
     if not are_parts and beginnings.began_alike(group.kind):
-        return len(group.instances) > 1
+        return len(group.instances) > 1 and not beginnings.may_be_copies(group.kind)
     if are_parts:
         parts = [[key] for key in group.instances[0]]
     else:
-        parts = [list(other.instances[0]) for other in groups if other.kind == group.kind]
+        parts = [list(other.instances[0]) for other in groups if other.kind.family == group.kind.family]
     first, *others = parts
     return bool(others) and all(
         _same(held, first, other, ("gradient",), most)
         and (are_parts or not _same(held, first, other, ("weights",), most))
         for other in others
+    )
+
+
+def _begin_alike(held: Sequence[Sequence[Facts]], ours: Sequence[Key], theirs: Sequence[Key], most: float) -> bool:
+    """Return whether two parameters of the same pipeline stage began alike."""
+    (rank, number), (other_rank, other) = ours[0], theirs[0]
+    return held[rank][number]["stage"] == held[other_rank][other]["stage"] and _same(
+        held, ours, theirs, ("weights",), most
     )
 
 
