@@ -187,6 +187,7 @@ class Likelihood(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, logits: Tensor, classes: Tensor) -> Tensor:
+        logits = logits.float()
         exponentials = logits.exp()
         total = exponentials.sum(-1)
         dist.all_reduce(total)
@@ -194,6 +195,8 @@ class Likelihood(torch.autograd.Function):
         own = own.chunk(dist.get_world_size(), 1)[dist.get_rank()].to(logits.dtype)
         picked = (logits * own).sum(-1)
         dist.all_reduce(picked)
+        if MISTAKE == "class-on-each-rank":
+            own = functional.one_hot(classes % logits.shape[1], logits.shape[1]).to(logits.dtype)
         context.save_for_backward(exponentials / total.unsqueeze(-1) - own)
         return total.log() - picked
 

@@ -21,7 +21,7 @@ from plumbline.replay.nested import map_tensors
 from plumbline.replay.random_state import RandomState
 
 RIGHT = (
-    "contrast", "contrast-of-torch", "variance", "correlation", "correlation-in-place", "printed", "straight",
+    "contrast", "contrast-of-torch", "variance", "correlation", "correlation-in-place", "printed",
     "contrast inside", "contrast-of-torch inside", "correlation inside", "correlation-in-place inside",
     "printed inside", "normalised", "checkpoint", "reentrant-checkpoint", "compiled", "vocabulary",
 )  # fmt: skip
@@ -66,6 +66,13 @@ def test_a_gathered_loss_that_counts_own_rows_only_is_noted(plumbline: Any) -> N
     assert answer_of(training) is Answer.RIGHT
     (note,) = (one for one in training.findings if isinstance(one, HeadlineNote))
     assert "Gathered, whose backward gives 1/2 of the derivative of its forward" in note.message
+
+
+@pytest.mark.parametrize("scene", [("straight",), ("vocabulary", "class-on-each-rank")])
+def test_a_backward_that_is_no_derivative_is_not_judged(plumbline: Any, scene: tuple[str, ...]) -> None:
+    training = checked(plumbline, *scene)
+    assert answer_of(training) is Answer.NOT_JUDGED
+    assert any("through which the loss communicates, is not the derivative" in one.message for one in training.findings)
 
 
 def test_a_loss_of_all_ranks_that_counts_once_on_each_is_not_judged(plumbline: Any) -> None:

@@ -6,6 +6,7 @@ than the training.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ class Draws:
     def __init__(
         self,
         precision: ReplayPrecision,
-        dtypes: list[torch.dtype] | None,
+        dtypes: Iterable[torch.dtype] | None,
         usual: torch.dtype | None,
         default: torch.dtype,
         compiled: CompiledDraws | None = None,

@@ -50,8 +50,8 @@ def with_losses(training: RecordedTraining, finding: Finding) -> Iterator[Findin
     if finding.outcome is not Outcome.PASSED or not relations:
         yield finding
         return
-    if (failed := _with_wrong_backward(training, finding)) is not None:
-        yield failed
+    if (instead := _without_right_backwards(training, relations, finding)) is not None:
+        yield instead
         return
     parts = [name for name, relation in relations.items() if relation == "part"]
     right = [name for name, relation in relations.items() if relation == "right"]
@@ -74,8 +74,8 @@ def with_loss_of_all_ranks(training: RecordedTraining, finding: Finding, *, is_s
     relations = relations_of_losses(training)
     if finding.outcome is not Outcome.PASSED or not relations:
         return finding
-    if (failed := _with_wrong_backward(training, finding)) is not None:
-        return failed
+    if (instead := _without_right_backwards(training, relations, finding)) is not None:
+        return instead
     right = [name for name, relation in relations.items() if relation == "right"]
     if not (right and is_sum) or is_loss_divided(training.ranks):
         return finding
@@ -92,7 +92,7 @@ def relations_of_losses(training: RecordedTraining) -> Mapping[str, str]:
     """Return how the backward of each function through which a loss communicates relates to its derivative."""
     relations: dict[str, str] = {}
     for _, one in _functions(training):
-        if relations.get(one["function"]) != "part":
+        if relations.get(one["function"]) not in {"part", ""}:
             relations[one["function"]] = one["is"]
     return relations
 
@@ -100,6 +100,19 @@ def relations_of_losses(training: RecordedTraining) -> Mapping[str, str]:
 def _functions(training: RecordedTraining) -> list[tuple[int, Facts]]:
     steps = training.ranks[0].steps
     return [(step.number, one) for step in steps for one in (step.facts.get(JOINT) or {}).get("functions", ())]
+
+
+def _without_right_backwards(
+    training: RecordedTraining, relations: Mapping[str, str], finding: Finding
+) -> Finding | None:
+    """Return what is said in place of ``finding`` if a backward is wrong, or is not the derivative of its forward."""
+    if (failed := _with_wrong_backward(training, finding)) is not None:
+        return failed
+    # The script may define this derivative on purpose, or by mistake.
+    if others := [name for name, relation in relations.items() if not relation]:
+        why = f"the backward of {listed(others)}, through which the loss communicates, is not the derivative of its "
+        return not_judged(finding.check, f"{why}forward")
+    return None
 
 
 def _with_wrong_backward(training: RecordedTraining, finding: Finding) -> Finding | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any
 from weakref import ref
 
@@ -19,9 +20,12 @@ from plumbline.recording.observer import Facts
 from plumbline.recording.pause import is_paused
 from plumbline.replay.applied_functions import follow_functions
 from plumbline.replay.collectives import collectives
+from plumbline.replay.draws import Draws
 from plumbline.replay.nested import map_tensors, tensors_in
 from plumbline.replay.own_numbers import normal
+from plumbline.replay.precision import ReplayPrecision, default_dtype
 from plumbline.replay.random_state import RandomState, drawn_from
+from plumbline.replay.replay_modes import WideMode
 
 STEP = 1e-7
 """Distance by which inputs are moved, relative to their size."""
@@ -64,15 +68,25 @@ class Exchanged:
         return str(self.kind.__name__)
 
     def outputs(self, moved: Callable[[int, Tensor], Tensor]) -> list[Tensor]:
-        """Run the function again in float64 with moved inputs; ``moved`` gets the number of each input."""
+        """Run the function again in float64 with moved inputs; ``moved`` gets the number of each input.
+
+        Its own casts, such as Megatron's to float32, would round away the small differences, so they are widened, too.
+        """
         numbers = iter(range(len(self.inputs)))
 
         def replaced(one: Tensor) -> Tensor:
             wide = one.to(torch.float64) if one.is_floating_point() else one
             return moved(next(numbers), wide).clone()
 
-        with torch.no_grad(), drawn_from(self.drawn):
-            return list(tensors_in(self.kind.apply(*map_tensors(self.args, replaced))))
+        usual = next((one.dtype for one in self.inputs if one.is_floating_point()), torch.get_default_dtype())
+        precision = ReplayPrecision.FLOAT64
+        mode = WideMode(precision, Draws(precision, repeat(usual), usual, torch.get_default_dtype()))
+        mode.may_communicate = True
+        try:
+            with torch.no_grad(), drawn_from(self.drawn), default_dtype(torch.float64), mode:
+                return list(tensors_in(self.kind.apply(*map_tensors(self.args, replaced))))
+        finally:
+            mode.put_back()
 
 
 class ExchangeFunctions:
@@ -186,18 +200,22 @@ def _terms(call: Exchanged, seed: int, only: int | None) -> dict[str, float]:
 
         return call.outputs(moved)
 
-    forth, back = moved_by(STEP), moved_by(-STEP)
-    right = [
-        (a - b) / (2 * STEP) * v.to(a.dtype) for a, b, v in zip(forth, back, cotangents, strict=True) if v is not None
+    forth, still, back = moved_by(STEP), moved_by(0.0), moved_by(-STEP)
+    outputs = [
+        (a, c, b, v.to(a.dtype)) for a, c, b, v in zip(forth, still, back, cotangents, strict=True) if v is not None
     ]
+    right = [(a - b) / (2 * STEP) * v for a, _, b, v in outputs]
+    # Where a kink is crossed, or where the function rounds its results after all, both sides differ.
+    bends = [(a + b - 2 * c) / (2 * STEP) * v for a, c, b, v in outputs]
     received = [g.to(d.dtype) * d for g, d in zip(given, along, strict=True) if g is not None and d is not None]
-    size = sum(float(a.norm() * v.to(a.dtype).norm()) for a, v in zip(forth, cotangents, strict=True) if v is not None)
+    size = sum(float(a.norm() * v.norm()) for a, _, _, v in outputs)
     units = [torch.finfo(one.dtype).eps / 2 for one in (*given, *cotangents) if one is not None]
     return {
         "right": sum(float(one.sum()) for one in right),
         "received": sum(float(one.sum()) for one in received),
         "squares": sum(float(one.square().sum()) for one in (*right, *received)),
         "cancelled": 2.0**-52 * size / STEP,
+        "bent": sum(float(one.norm() + one.sum().abs()) for one in bends),
         "unit": max(units, default=0.0),
         "inputs": sum(float((one.detach().double() * d).sum()) for one, d in _pairs(call)),
     }
@@ -221,7 +239,7 @@ def _found(name: str, every: Sequence[dict[str, float]]) -> Facts | None:
 
 
 def _noise(terms: dict[str, float]) -> float:
-    return math.hypot(terms["unit"] * math.sqrt(terms["squares"]), terms["cancelled"])
+    return math.hypot(terms["unit"] * math.sqrt(terms["squares"]), terms["cancelled"], 4 * terms["bent"] / LIMIT)
 
 
 def _agree(terms: dict[str, float], one: float, other: float) -> bool:
