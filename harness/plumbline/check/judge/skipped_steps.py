@@ -105,7 +105,10 @@ def _not_finite(training: RecordedTraining) -> Iterator[Finding]:
         broken = one.facts.get("broken", 0)
         if not one.step.skipped and broken:
             hint = (
-                "call scaler.step(optimizer), not optimizer.step()"
+                "let all ranks skip a step if any of them finds an infinity: all-reduce the result of this check. Rank "
+                f"{skipping} took no step after a backward pass with one"
+                if (skipping := _rank_that_skipped(training, one)) is not None
+                else "call scaler.step(optimizer), not optimizer.step()"
                 if any(each.scale != 1.0 for each in one.step.passes)
                 else "use torch.autograd.detect_anomaly to find the first operation that is not finite"
             )
@@ -114,3 +117,19 @@ def _not_finite(training: RecordedTraining) -> Iterator[Finding]:
                 f"{one.facts['bad']})"
             )
             yield one.failed(CHECK, observed, hint, cause="not-finite", family="amp")
+
+
+def _rank_that_skipped(training: RecordedTraining, one: ObserverFacts) -> int | None:
+    """Return a rank that computed infinities in a pass that other ranks did not run before a step, None without one.
+
+    It skipped an own step after this pass. The other ranks took theirs with what they received of the infinities.
+    """
+    ranks = [(rank.rank, step) for rank in training.ranks for step in rank.steps]
+    same = [(rank, step) for rank, step in ranks if (step.number, step.optimizer) == (one.number, one.optimizer)]
+    fewest = min(len(step.passes) for _, step in same)
+    skipped = (
+        rank
+        for rank, step in same
+        if any(not bool(each.local.isfinite().all()) for each in step.passes[: len(step.passes) - fewest])
+    )
+    return next(skipped, None)
