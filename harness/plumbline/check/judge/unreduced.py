@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from plumbline.check.evidence.training import RecordedStep, RecordedTraining
+from plumbline.check.evidence.training import Parameter, RecordedStep, RecordedTraining
 from plumbline.check.judge.noted import not_judged
 from plumbline.check.judge.precision_used import OBSERVER as PRECISION
 from plumbline.check.judge.rank_weights import (
     OBSERVER,
     RankWeights,
     common_steps,
+    shared_numbers,
     trains_shards,
     weights_are_made_equal,
     weights_at,
@@ -82,6 +83,8 @@ def with_reason(finding: Finding, names: Iterable[str], training: RecordedTraini
 def judge_replicated_gradients(training: RecordedTraining) -> Finding | None:
     """Return the failure of DTensors with the placement Replicate that have a different gradient on each rank.
 
+    Either the parameter has this placement, or only its gradient, of which each rank then uses a part of its own copy.
+
     None also if the ranks have the same weights after the step, because it may average gradients itself. Not judged if
     the script makes weights equal before a later step.
     """
@@ -109,7 +112,39 @@ def judge_replicated_gradients(training: RecordedTraining) -> Finding | None:
                 parameter=names[0],
             )
             return with_reason(finding, names, training)
+        if names := _copied_apart(steps, eps):
+            what = "the gradient of {} is a DTensor" if len(names) == 1 else "the gradients of {} are DTensors"
+            return failed_with_hint(
+                CHECK,
+                f"{what.format(listed(names))} with the placement Replicate, but each rank has different values",
+                "give ranks that hold parts of one model the same batch, and change gradients in the same way on all "
+                "of them: clip by the norm of the whole model, for example",
+                cause="some-parameters-not-synchronised",
+                family="sync",
+                step=next(iter(steps.values())).number,
+                rank=min(steps),
+                parameter=names[0],
+            )
     return None
+
+
+def _copied_apart(steps: Mapping[int, RecordedStep], coarsest: float) -> list[str]:
+    """Return the sharded parameters whose gradients every rank has whole, but with other values than other ranks."""
+    if any(step.is_in_pieces or OBSERVER not in step.facts for step in steps.values()):
+        return []
+    numbers = shared_numbers(steps)
+    first = next(iter(steps))
+    received = {rank: step.parts(step.received) for rank, step in steps.items()}
+    found = []
+    for index, number in enumerate(numbers[first]):
+        places = {rank: own[index] for rank, own in numbers.items()}
+        copied = (steps[rank].facts[OBSERVER].get("copied") for rank in steps)
+        if not all(one is not None and one[place] for one, place in zip(copied, places.values(), strict=True)):
+            continue
+        parameter = steps[first].parameters[number]
+        if _are_apart([received[rank][place] for rank, place in places.items()], parameter, coarsest):
+            found.append(parameter.name)
+    return found
 
 
 def separate_adapters(training: RecordedTraining) -> list[str]:
@@ -138,10 +173,14 @@ def _common_weights(training: RecordedTraining) -> Iterator[RankWeights]:
 
 
 def _have_other_gradients(one: RankWeights, coarsest: float) -> bool:
-    dtype = getattr(torch, one.parameter.dtype)
-    if not one.differ("gradients") or not dtype.is_floating_point:
+    return one.differ("gradients") and _are_apart(one.received, one.parameter, coarsest)
+
+
+def _are_apart(received: Sequence[torch.Tensor], parameter: Parameter, coarsest: float) -> bool:
+    dtype = getattr(torch, parameter.dtype)
+    if not dtype.is_floating_point:
         return False
-    first, *others = [each.nan_to_num() for each in one.received]
+    first, *others = [each.nan_to_num() for each in received]
     size = max(float(each.norm()) for each in (first, *others))
     most = largest_rounding(max(torch.finfo(dtype).eps, coarsest) / 2) * size
     return any(float((each - first).norm()) > most for each in others)

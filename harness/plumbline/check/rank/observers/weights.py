@@ -24,7 +24,7 @@ class WeightObserver(Observer):
     the weights after it, whose relative distance is about the same as that of the weights. ``began`` has the digests
     before the optimizer's very first step, which may not be recorded; None for parameters that the optimizer got later.
     ``unreduced`` says why a wrapper reduces no gradients of its own parameter, and ``replicated`` which parameters are
-    DTensors that should be the same on all ranks.
+    DTensors that should be the same on all ranks. ``copied``: the gradient is one that should be the same on all ranks.
     """
 
     name = "weights"
@@ -73,6 +73,7 @@ class WeightObserver(Observer):
                 "wrapped": self._wrapped(parameters),
                 "unreduced": self._unreduced(parameters),
                 "replicated": [is_replicated(p, world_size()) for p in parameters],
+                "copied": [g is not None and is_replicated(g, world_size()) for g in gradients],
                 "began": [self._began.get(id(p)) for p in parameters],
                 "before": [tensor_digest(p) for p in parameters],
                 "gradients": [None if g is None else _gradient_digest(g) for g in gradients],

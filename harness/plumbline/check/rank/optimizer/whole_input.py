@@ -16,7 +16,7 @@ from plumbline.check.rank.optimizer.optimizer_replay import NotReplayable
 from plumbline.check.rank.optimizer.twin import StepInput, state_of
 from plumbline.evidence.projection import fingerprint
 from plumbline.recording.observer import Facts
-from plumbline.recording.sharding import dtensors, local, whole
+from plumbline.recording.sharding import dtensors, is_replicated, local, whole
 
 Path = tuple[Any, ...]
 
@@ -81,16 +81,23 @@ class WholeInput:
         return StepInput(whole(self._parameter.detach()), self._gradient(), _nested(state) if state else None)
 
     def _gradient(self) -> Tensor:
-        """Return the gradient. If ranks have different ones, return their mean, as the step has to compute it."""
+        """Return the gradient. If ranks have different ones, return their mean, as the step has to compute it.
+
+        Of a gradient that every rank has whole, each rank steps its shard with the same part of its own copy.
+        """
         assert self._parameter.grad is not None
-        own = self._parameter.grad.detach()
         if self._is_sharded:
+            own: Any = self._parameter.grad.detach()
+            parameter: Any = self._parameter
+            is_copied = is_replicated(own) and not is_replicated(parameter)
+            own = own.redistribute(placements=parameter.placements) if is_copied else own
             return whole(own)
+        gradient = self._parameter.grad.detach()
         if self.has_own_gradients:
-            own = own.clone()
-            dist.all_reduce(own)
-            own /= len(self._ranks)
-        return own
+            gradient = gradient.clone()
+            dist.all_reduce(gradient)
+            gradient /= len(self._ranks)
+        return gradient
 
     def _plan(self) -> Iterator[tuple[Path, str | int]]:
         """Yield how to gather each value: a method's name, or the place of the rank that has it. All ranks agree."""
