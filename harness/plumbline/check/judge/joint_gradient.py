@@ -296,7 +296,7 @@ register(
         "all-gather a reduce-scatter, and a ring returns each gradient to the rank that sent the input. Wrong "
         "gradients of layers between it and the loss have another cause", 700),
     Hypothesis("averaged-over-some-ranks", "sync", holds(lambda case: case.is_of_some_ranks),
-        "averaged over {some} of the {world} ranks only, although all ranks start with the same values",
+        "averaged over {some} of the {world} ranks only, although more ranks start with the same values",
         "all-reduce over all ranks that hold a parameter, also over those that hold parts of the same sequences", 695),
     Hypothesis("not-synchronised", "sync", holds(lambda case: case.in_pieces and case.is_of_the_holders_samples),
         "each rank steps with the gradient of its own samples",
@@ -315,7 +315,8 @@ register(
         "check whether gradients are reduced over ranks that hold different shards, or whether several ranks add the "
         "same loss", 45),
     Hypothesis("some-parameters-not-synchronised", "sync", holds(lambda case: case.is_a_copy),
-        "{name} starts with the same values on all ranks, but each rank receives only the gradient of its own copy",
+        "{name} starts with the same values on several ranks, but each of them receives only the gradient of its own "
+        "copy",
         "all-reduce the gradients of all replicated parameters", 356),
     Hypothesis("some-micro-batches-not-synchronised", "accumulation", holds(lambda case: case.has_last_pass_apart),
         "reduced too early: those of the last backward pass of a step are not averaged over ranks",
