@@ -23,6 +23,10 @@ ROWS = 8
 MISTAKE = ""
 """What the present training does wrong; "" is a right one."""
 
+_HAS_SCALING = "scale_grads" in inspect.signature(pipelining.Schedule1F1B).parameters
+_UNSCALED: dict[str, Any] = {"scale_grads": False} if _HAS_SCALING else {}
+"""Options of a schedule that leaves the gradients of a step as they are."""
+
 Step = Callable[[Tensor, Tensor], None]
 
 
@@ -105,6 +109,21 @@ def _scheduled(kind: str) -> tuple[list[nn.Module], Step]:
     places = [rank] if has_one else [rank, count - 1 - rank] if "V" in kind else [rank, rank + world]
     mine = [pipelining.PipelineStage(stages[one], one, count, torch.device("cpu")) for one in places]
     return [stages[one] for one in places], _step(schedule(mine[0] if has_one else mine, 4, functional.mse_loss), mine)
+
+
+def _accumulated() -> tuple[list[nn.Module], Step]:
+    """Two stages that run the schedule twice before each step, with a loss that is divided by all micro-batches."""
+    rank = dist.get_rank()
+    module = [Stage(), Stage(4)][rank]
+    stage = pipelining.PipelineStage(module, rank, 2, torch.device("cpu"))
+    loss = lambda values, targets: functional.mse_loss(values, targets) / 8  # noqa: E731
+    step = _step(pipelining.Schedule1F1B(stage, 4, loss, **_UNSCALED), [stage])
+
+    def twice(rows: Tensor, targets: Tensor) -> None:
+        step(rows, targets)
+        step(rows.flip(1), targets)
+
+    return [module], twice
 
 
 class LastStage(Stage):
@@ -286,7 +305,7 @@ def run(scene: str, mistake: str = "") -> None:
     torch.manual_seed(0)
     others = {
         "communicating": _communicating, "in-parts": _in_parts, "replicas": _replicas, "alike": _alike, "tied": _tied,
-        "equal": _equal,
+        "equal": _equal, "accumulated": _accumulated,
         "freed": _freed, "sent-in-float32": partial(_converted, torch.float32),
         "sent-in-bfloat16": partial(_converted, torch.bfloat16),
     }  # fmt: skip

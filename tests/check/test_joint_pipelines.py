@@ -39,9 +39,12 @@ def checked(plumbline: Any, *scene: str, ranks: int = 0) -> CheckedTraining:
     return training
 
 
-@pytest.mark.parametrize(
-    "scene", [*SCHEDULES, "in-parts", "replicas", "tied", "equal", "freed", "sent-in-float32", "sent-in-bfloat16"]
-)
+BY_HAND = (
+    "in-parts", "replicas", "tied", "equal", "freed", "sent-in-float32", "sent-in-bfloat16", "accumulated",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("scene", [*SCHEDULES, *BY_HAND])
 def test_all_of_a_right_pipeline_is_judged(plumbline: Any, scene: str) -> None:
     kind = getattr(joint_pipelines.pipelining, f"Schedule{scene}", None)
     if scene in SCHEDULES and kind is None:

@@ -454,3 +454,16 @@ def test_memory_is_freed_with_the_graph() -> None:
 )
 def test_a_leaf_and_a_copy_of_one_are_received_from_elsewhere(given: Any, is_one: bool) -> None:
     assert is_received(given(torch.randn(4, 4, requires_grad=True))) is is_one
+
+
+def test_a_tensor_that_is_received_into_again_is_another_activation() -> None:
+    model, received = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
+    kept = []
+    with recording() as recorded:
+        for weight in (1.0, 2.0):
+            output = model(received)
+            kept.append(output)  # as pipelines keep the outputs of their last stage
+            recorded.backward(weight * output.sum())
+        first, second = (call.activations[0] for call in recorded.calls.calls)
+    assert [*first.gradients] == [0]
+    assert [*second.gradients] == [1]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from plumbline.recording.backward_passes import in_backward
 from plumbline.recording.flat_sharding import flat_units, part_of
@@ -74,6 +75,7 @@ class TrackedCalls:
         self._thread = _Thread()
         self._buffers: dict[int, tuple[Tensor, int, Tensor]] = {}
         self._moving: dict[int, nn.Parameter] = {}  # frozen ones that their module changes in its forward
+        self._arrivals: Any = WeakTensorKeyDictionary()  # activations of each received tensor, with their hooks
         self._outside: dict[int, list[nn.Parameter]] = {}
         self._begun_inside: set[int] = set()  # passes with given gradients, not from a loss
         self._recording = False
@@ -91,6 +93,7 @@ class TrackedCalls:
         self._recording = False
         self._buffers.clear()
         self._moving.clear()
+        self._arrivals.clear()
         if self._patch is not None:
             self._patch.remove()
 
@@ -221,8 +224,21 @@ class TrackedCalls:
             if one.requires_grad and is_received(one):
                 activation = Activation(sample(one))
                 register: Any = one.register_hook
-                register(partial(self._arrived, activation))
+                hook = register(partial(self._arrived, activation))
+                self._arrivals[one] = [*self._waiting(one), (activation, hook)]
                 yield activation
+
+    def _waiting(self, received: Tensor) -> list[tuple[Activation, Any]]:
+        """Return the activations of a tensor whose gradient has not arrived, and unhook the others.
+
+        Pipelines receive each activation in the memory of an earlier one, whose gradient has arrived by then. The next
+        gradient is not that of the earlier one.
+        """
+        known = self._arrivals.get(received, [])
+        for activation, hook in known:
+            if activation.gradients:
+                hook.remove()
+        return [(activation, hook) for activation, hook in known if not activation.gradients]
 
     def _arrived(self, activation: Activation, gradient: Tensor) -> None:
         number = self._current_pass()
