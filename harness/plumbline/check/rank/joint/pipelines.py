@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from plumbline.recording.patching import attempt, wrap
+from plumbline.recording.rehearsal import rehearsal
 
 CountedPass = Callable[[Sequence[Tensor]], AbstractContextManager[None]]
 """Counts what runs inside the block as a backward pass from these roots."""
@@ -21,11 +22,14 @@ class Pipelines:
 
     Zero-bubble schedules compute the gradients of a stage's inputs first and those of its weights later, without
     ``torch.autograd.backward``. The first half counts as a backward pass: gradients arrive at the stage's outputs in
-    it.
+    it. At their first step, stages run a forward, a loss and a backward pass to learn the shapes that they will exchange:
+    these count as a ``rehearsal``. ``on_scaled`` is called with the parameters of a stage after the schedule has scaled their gradients, and with
+    the factor.
     """
 
     def __init__(self) -> None:
         self.counted: CountedPass | None = None
+        self.on_scaled: Callable[[Iterable[Tensor], float], None] = lambda parameters, factor: None
         self._factors: dict[int, float] = {}
         self._stages: dict[int, int] = {}
         self._installed = False
@@ -37,6 +41,8 @@ class Pipelines:
             self._installed = True
             wrap(getattr(stages, "_PipelineStageBase", None), "scale_grads", self._around)
             wrap(stages, "stage_backward_input", self._around_inputs)
+            for name in ("_forward_metadata_inference", "_backward_metadata_inference"):
+                wrap(getattr(stages, "PipelineStage", None), name, _rehearsed)
 
     def stepped(self) -> None:
         """Forget the factors: the optimizer has used the scaled gradients."""
@@ -56,12 +62,19 @@ class Pipelines:
         return result
 
     def _note(self, stage: Any, factor: Any) -> None:
+        scaled = 1.0 / float(factor)
         for one in stage.submod.parameters():
-            self._factors[id(one)] = 1.0 / float(factor)
+            self._factors[id(one)] = scaled
             self._stages[id(one)] = stage.stage_index
+        self.on_scaled(stage.submod.parameters(), scaled)
 
     def _around_inputs(self, original: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
         if self.counted is None:
             return original(outputs, *args, **kwargs)
         with self.counted([one for one in outputs if isinstance(one, torch.Tensor)]):
             return original(outputs, *args, **kwargs)
+
+
+def _rehearsed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with rehearsal():
+        return original(*args, **kwargs)

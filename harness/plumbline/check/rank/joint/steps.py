@@ -56,7 +56,7 @@ class JointSteps(Observer):
         self._names = names
         self._unclipped = unclipped
         self._layouts = layouts
-        self._pipelines = Pipelines()
+        self.pipelines = Pipelines()
         self._exchange = Exchange()
         self._functions = ExchangeFunctions()
         self._meetings = Meetings()
@@ -71,7 +71,7 @@ class JointSteps(Observer):
 
     def connect(self, counted: CountedPass, is_inside: IsInside) -> None:
         """Count passes that do not call ``torch.autograd.backward``; ``is_inside`` says whether a tracked call runs."""
-        self._pipelines.counted = counted
+        self.pipelines.counted = counted
         self._functions.is_inside = is_inside
 
     def start(self) -> None:
@@ -79,9 +79,13 @@ class JointSteps(Observer):
         super().start()
         self._functions.start()
 
+    def optimizer_made(self, optimizer: Optimizer) -> None:
+        """Follow the stages of a pipeline before its first step."""
+        self.pipelines.follow()
+
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Follow the stages of a pipeline."""
-        self._pipelines.follow()
+        """Follow the stages of a pipeline, if they were not yet imported before."""
+        self.pipelines.follow()
 
     def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
         """Note whether the pass begins at a loss, or at activations whose gradient comes from another rank."""
@@ -153,7 +157,7 @@ class JointSteps(Observer):
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
         """Return the result of the comparison before the step."""
         found, self._found = self._found, None
-        self._pipelines.stepped()
+        self.pipelines.stepped()
         return found
 
     def _held(self, calls: Sequence[RecordedCall], ends_in_loss: Mapping[int, bool]) -> Iterator[JointParameter]:
@@ -163,7 +167,7 @@ class JointSteps(Observer):
         for optimizer in self._optimizers:
             for one in parameters_of(optimizer):
                 if id(one) in used:
-                    scaled = scale_left(optimizer) * self._pipelines.factor(one)
+                    scaled = scale_left(optimizer) * self.pipelines.factor(one)
                     clipped = self._unclipped.factor(one)
                     parameter, user = used.pop(id(one))
                     stage = self._stage(parameter, user, ends_in_loss)
@@ -173,7 +177,7 @@ class JointSteps(Observer):
         for one, held in self._layouts.held():
             if id(one) in used:
                 parameter, user = used.pop(id(one))
-                divided = self._pipelines.factor(one)
+                divided = self.pipelines.factor(one)
                 pieces = [
                     (piece.own, scale_left(optimizer) * divided * self._unclipped.factor(piece.own.master))
                     for optimizer, piece in held
@@ -185,7 +189,7 @@ class JointSteps(Observer):
 
     def _stage(self, parameter: nn.Parameter, user: RecordedCall, ends_in_loss: Mapping[int, bool]) -> str:
         """Return the stage that uses a parameter: its number, or whether it receives and sends activations."""
-        number = self._pipelines.stage_of(parameter)
+        number = self.pipelines.stage_of(parameter)
         if number is not None:
             return f"{number}"
         before = "receives activations" if user.call.receives_activations else ""

@@ -10,6 +10,7 @@ from plumbline.check.evidence.training import Facts
 from plumbline.check.rank.observers.loaders import LoaderObserver
 from plumbline.check.rank.observers.row_hashes import rows_of, tensors_in
 from plumbline.recording.observer import Observer
+from plumbline.recording.rehearsal import is_rehearsal
 
 
 class BatchObserver(Observer):
@@ -28,6 +29,8 @@ class BatchObserver(Observer):
 
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Hash the rows of the inputs."""
+        if is_rehearsal():
+            return
         if not any(known is module for known in self._modules):
             self._modules.append(module)
         place = next(i for i, known in enumerate(self._modules) if known is module)

@@ -14,6 +14,7 @@ from plumbline.check.rank.observers.objective import ObjectiveObserver
 from plumbline.check.rank.observers.row_hashes import digest, row_hashes
 from plumbline.recording.observer import Observer
 from plumbline.recording.patching import attempt
+from plumbline.recording.rehearsal import is_rehearsal
 from plumbline.replay.precision import ReplayPrecision
 from plumbline.replay.replay import forward_watched
 
@@ -41,6 +42,8 @@ class DocumentObserver(Observer):
         self._facts: Facts = {}
 
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if is_rehearsal():
+            return
         layout = attempt(layout_of, module, args, kwargs)
         self._layouts.append(layout)
         if "begins" not in self._facts and (part := attempt(positions_of, module, args, kwargs)) is not None:

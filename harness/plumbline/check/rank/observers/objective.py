@@ -21,6 +21,7 @@ from plumbline.recording.backward_passes import is_number
 from plumbline.recording.observer import Observer
 from plumbline.recording.patching import attempt, wrap
 from plumbline.recording.pause import is_paused
+from plumbline.recording.rehearsal import is_rehearsal
 from plumbline.replay.unwrapping import add_root
 
 _LONGEST_CHAIN = 64
@@ -92,6 +93,8 @@ class ObjectiveObserver(Observer):
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the modules and the rows of a batch, and count the labels if asked to."""
         add_root(self._roots, module)
+        if is_rehearsal():
+            return
         self._rows = attempt(samples_in, module, args, kwargs)
         labels = kwargs.get("labels") if self._count_tokens else None
         if isinstance(labels, Tensor):
@@ -131,7 +134,7 @@ class ObjectiveObserver(Observer):
 
     def _around_loss(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Asked first: a compiled region must not depend on what is being recorded.
-        if torch.compiler.is_compiling() or not self.attends:
+        if torch.compiler.is_compiling() or not self.attends or is_rehearsal():
             return original(*args, **kwargs)
         self._depth += 1
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from weakref import WeakSet, ref
 
@@ -119,6 +119,12 @@ class ClippingObserver(WrappingObserver):
         self._inside = False
         self._lengths = lengths_of(one for optimizer in self._optimizers for one in parameters_of(optimizer))
         return None
+
+    def scaled(self, parameters: Iterable[Tensor], factor: float) -> None:
+        """Note that a library has multiplied gradients as part of its backward passes; the script itself has not."""
+        for one in parameters:
+            if id(one) in self._lengths:
+                self._lengths[id(one)] *= factor
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Find the factor by which the script itself multiplied gradients."""
