@@ -111,19 +111,42 @@ def _scheduled(kind: str) -> tuple[list[nn.Module], Step]:
     return [stages[one] for one in places], _step(schedule(mine[0] if has_one else mine, 4, functional.mse_loss), mine)
 
 
-def _accumulated() -> tuple[list[nn.Module], Step]:
-    """Two stages that run the schedule twice before each step, with a loss that is divided by all micro-batches."""
+def _of_two(kind: str, loss: Callable[[Tensor, Tensor], Tensor], **options: bool) -> tuple[list[nn.Module], Step]:
     rank = dist.get_rank()
     module = [Stage(), Stage(4)][rank]
     stage = pipelining.PipelineStage(module, rank, 2, torch.device("cpu"))
-    loss = lambda values, targets: functional.mse_loss(values, targets) / 8  # noqa: E731
-    step = _step(pipelining.Schedule1F1B(stage, 4, loss, **_UNSCALED), [stage])
+    return [module], _step(getattr(pipelining, f"Schedule{kind}")(stage, 4, loss, **options), [stage])
+
+
+def _accumulated() -> tuple[list[nn.Module], Step]:
+    """Two stages that run the schedule twice before each step, with a loss that is divided by all micro-batches."""
+    modules, step = _of_two("1F1B", lambda values, targets: functional.mse_loss(values, targets) / 8, **_UNSCALED)
 
     def twice(rows: Tensor, targets: Tensor) -> None:
         step(rows, targets)
         step(rows.flip(1), targets)
 
-    return [module], twice
+    return modules, twice
+
+
+def _summed(kind: str) -> tuple[list[nn.Module], Step]:
+    """Two stages whose loss is a sum, and whose gradients are then divided by the number of its terms."""
+    modules, step = _of_two(kind, partial(functional.mse_loss, reduction="sum"), **_UNSCALED)
+
+    def divided(rows: Tensor, targets: Tensor) -> None:
+        step(rows, targets)
+        for one in modules[0].parameters():
+            one.grad /= targets.numel()
+
+    return modules, divided
+
+
+def _clip(parameters: list[nn.Parameter]) -> None:
+    """Clip by hand to the norm of all stages."""
+    square = torch.stack([one.grad.square().sum() for one in parameters]).sum()
+    dist.all_reduce(square)
+    for one in parameters:
+        one.grad *= 0.01 / square.sqrt()
 
 
 class LastStage(Stage):
@@ -306,6 +329,8 @@ def run(scene: str, mistake: str = "") -> None:
     others = {
         "communicating": _communicating, "in-parts": _in_parts, "replicas": _replicas, "alike": _alike, "tied": _tied,
         "equal": _equal, "accumulated": _accumulated,
+        "summed": partial(_summed, "1F1B"), "clipped": partial(_of_two, "1F1B", functional.mse_loss),
+        "unscaled": partial(_of_two, "1F1B", functional.mse_loss, **_UNSCALED),
         "freed": _freed, "sent-in-float32": partial(_converted, torch.float32),
         "sent-in-bfloat16": partial(_converted, torch.bfloat16),
     }  # fmt: skip
@@ -316,7 +341,12 @@ def run(scene: str, mistake: str = "") -> None:
     for _ in range(STEPS):
         if mistake != "gradients-not-zeroed":
             optimizer.zero_grad()
-        for _ in range(2 if mistake == "divided-again" else 1):
+        for _ in range(2 if mistake.startswith("divided-again") else 1):
             rows, targets = (torch.randn(ROWS, width, generator=generator) for width in (WIDTH, 4))
             step(rows, targets)
+        if mistake == "divided-again-then-by-windows":
+            for one in parameters:
+                one.grad /= 2
+        if scene == "clipped":
+            _clip(parameters)
         optimizer.step()

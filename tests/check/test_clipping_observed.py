@@ -14,8 +14,11 @@ from torch import nn
 
 from plumbline.check.evidence.training import RecordedTraining
 from plumbline.check.judge.clipping import judge_clipping
+from plumbline.check.rank.optimizer.clipping import ClippingObserver
+from plumbline.check.rank.optimizer.loss_scale import LossScale
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
+from plumbline.recording.parameters import parameters_of
 
 NORM = torch.nn.utils.clip_grad_norm_
 
@@ -268,3 +271,18 @@ def test_shards_that_are_clipped_by_their_own_norm_are_found(own):
             optimizer.step()
 
     assert causes(recorded_on_ranks(script)) == (["clipped-shard-by-shard"] if own else [])
+
+
+def test_what_a_library_multiplies_is_no_edit_by_the_script() -> None:
+    model, observer = small_model(), ClippingObserver(LossScale())
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    observer.optimizer_made(optimizer)
+    observer.start()
+    loss_of(model).backward()
+    observer.backward_ends(0)
+    for by_hand in (1.0, 0.5):
+        for p in parameters_of(optimizer):
+            p.grad *= 0.25 * by_hand
+        observer.scaled(model.parameters(), 0.25)
+        assert observer.multiplied_by_hand() == pytest.approx(by_hand)
+    observer.stop()

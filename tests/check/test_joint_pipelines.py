@@ -26,6 +26,7 @@ WRONG = {
     ("Interleaved1F1B", "gradients-not-zeroed"): "previous-step-not-zeroed",
     ("InterleavedZeroBubble", "gradients-not-zeroed"): "previous-step-not-zeroed",
     ("1F1B", "divided-again"): "scaled-with-every-window",
+    ("1F1B", "divided-again-then-by-windows"): "scaled-with-every-window",
     ("in-parts", "gradients-not-zeroed"): "previous-step-not-zeroed",
 }
 
@@ -40,7 +41,8 @@ def checked(plumbline: Any, *scene: str, ranks: int = 0) -> CheckedTraining:
 
 
 BY_HAND = (
-    "in-parts", "replicas", "tied", "equal", "freed", "sent-in-float32", "sent-in-bfloat16", "accumulated",
+    "in-parts", "replicas", "tied", "equal", "freed", "sent-in-float32", "sent-in-bfloat16", "accumulated", "summed",
+    "clipped",
 )  # fmt: skip
 
 
@@ -64,6 +66,12 @@ def test_weights_of_different_stages_that_begin_equal_may_be_tied(plumbline: Any
     notes = [one.message for one in training.findings if "For one tied weight, add up the gradients" in one.message]
     assert len(notes) == 1
     assert "embedding.weight on rank 0 and head.weight on rank 1" in notes[0]
+
+
+def test_gradients_that_no_schedule_scales_are_a_sum(plumbline: Any) -> None:
+    training = checked(plumbline, "unscaled")
+    assert answer_of(training) is Answer.RIGHT
+    assert [one for one in training.findings if "the sum over 4 micro-batches" in one.message]
 
 
 def test_stages_that_send_in_their_forward_are_judged_in_full(plumbline: Any) -> None:

@@ -13,6 +13,7 @@ from torch.nn import functional
 from plumbline.check.evidence.training import Facts
 from plumbline.check.rank.observers.objective import ObjectiveObserver
 from plumbline.recording.pause import paused
+from plumbline.recording.rehearsal import rehearsal
 
 SCORES = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 TARGETS = torch.tensor([0, 1, -100, 3, -100, 2])
@@ -161,6 +162,16 @@ def test_scripted_functions_still_compile(observer: ObjectiveObserver) -> None:
 
 def _scripted(scores: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(scores, targets)
+
+
+def test_a_loss_of_a_rehearsal_is_none_of_the_training(observer: ObjectiveObserver) -> None:
+    def loss(scores: Tensor) -> Tensor:
+        with rehearsal():
+            rehearsed = functional.cross_entropy(scores, TARGETS)
+            torch.autograd.grad(rehearsed, scores)
+        return functional.cross_entropy(scores, TARGETS)
+
+    assert len(noted(observer, loss)["calls"]) == 1
 
 
 def test_labels_are_counted_where_that_is_asked_for() -> None:

@@ -22,9 +22,9 @@ class Pipelines:
 
     Zero-bubble schedules compute the gradients of a stage's inputs first and those of its weights later, without
     ``torch.autograd.backward``. The first half counts as a backward pass: gradients arrive at the stage's outputs in
-    it. At their first step, stages run a forward, a loss and a backward pass to learn the shapes that they will exchange:
-    these count as a ``rehearsal``. ``on_scaled`` is called with the parameters of a stage after the schedule has scaled their gradients, and with
-    the factor.
+    it. At their first step, stages run a forward, a loss and a backward pass to learn the shapes that they will
+    exchange: these count as a ``rehearsal``. ``on_scaled`` is called with the parameters of a stage after the schedule
+    has scaled their gradients, and with the factor.
     """
 
     def __init__(self) -> None:
