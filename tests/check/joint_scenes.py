@@ -583,16 +583,23 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], None], int]] = 
 
 def clip(model: nn.Module, in_parts: set[str]) -> None:
     """Clip by the norm of all parameters, some of which are in parts, or as the mistake does."""
+    if MISTAKE == "clipped-by-one-factor":
+        for one in model.parameters():
+            one.grad *= 0.7
+        return
     if MISTAKE == "clipped-by-own-norm":
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         return
     gradients = {name: local(one.grad) for name, one in model.named_parameters()}
     parts = {name for name in gradients if name in in_parts or name.partition(".")[0] in in_parts}
-    counted = parts if MISTAKE == "clipped-by-all" else gradients
+    counted = parts if MISTAKE in ("clipped-by-all", "clipped-by-hand") else gradients
     square = torch.stack([gradients[name].square().sum() for name in counted]).sum()
     dist.all_reduce(square)
     square += sum(one.square().sum() for name, one in gradients.items() if name not in counted)
     for one in model.parameters():  # DTensors and others cannot be clipped together
+        if MISTAKE == "clipped-by-hand":
+            one.grad *= 0.1 / square.sqrt()
+            continue
         nn.utils.clip_grads_with_norm_([one], 0.1, square.sqrt())
 
 

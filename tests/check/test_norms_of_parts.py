@@ -40,6 +40,16 @@ def test_the_norm_of_the_whole_model_is_right(scene: str) -> None:
     assert answer_of(training) is Answer.RIGHT, bad(training)
 
 
+def test_the_norm_is_right_where_the_script_also_reduces_and_clips_by_itself() -> None:
+    training = checked("experts", "clipped-by-hand")
+    assert answer_of(training) is Answer.RIGHT, training.coverage.gradients
+
+
+def test_one_factor_at_every_step_is_no_clipping() -> None:
+    training = checked("experts", "clipped-by-one-factor")
+    assert answer_of(training) is Answer.NOT_JUDGED, training.coverage.gradients
+
+
 @pytest.mark.parametrize(("scene", "mistake"), WRONG)
 def test_another_norm_is_named(scene: str, mistake: str) -> None:
     found = [(one.check, one.cause) for one in bad(checked(scene, mistake))]

@@ -345,7 +345,8 @@ class JointTruth(Truth[JointGradient]):
         is_of_copies = finding.cause == "parts-of-a-sum" and all(case.began_alike for case in wrong)
         if finding.cause not in BY_ELIMINATION and not is_of_copies:
             return finding
-        if wrong[0].index in self.scaled:
+        is_edited = any(found.get("edited") for number, found in self.compared if number == wrong[0].index)
+        if wrong[0].index in self.scaled and not is_edited:
             observed, is_shorter = self.compare(), 0 < wrong[0].common_factor < 1
             unexplained = replace(observed, cause=UNEXPLAINED)
             return about_one_factor(observed, self.training, is_one_factor=is_shorter) or unexplained

@@ -111,7 +111,7 @@ class JointComparison:
         losses: RankLosses,
         divisors: Collection[float] = (),
         beside: Collection[str] = (),
-        by_hand: float = 1.0,
+        by_hand: float | None = 1.0,
     ) -> Facts:
         """Compare the gradients that ``held`` parameters have now; the result is the same on all ranks.
 
@@ -119,7 +119,7 @@ class JointComparison:
         as multiples of the number of ranks that reduce them. ``beside``: names of parameters on which this rank's loss
         depends other than through the outputs of calls, for example through a loss that a module holds. S lacks these
         terms, so such parameters are left out. ``by_hand``: the factor by which the script multiplied all gradients
-        after the backward passes.
+        after the backward passes, None if it changed them in another way.
         """
 
         def begin() -> JointDerivative:
@@ -227,6 +227,7 @@ class GradientSearch:
         found["changed"] = self._derivative.changed
         found["divided_by"], found["adds"] = self._derivative.divided_by, self._derivative.adds_gradients
         found["is_sum"], found["in_place"] = reading.is_sum, reading.in_place is not InPlace.DERIVED
+        found["edited"] = self._derivative.is_edited
         found["leaves_out"] = self._leaves_out(reading, difference)
         if reading.is_by_hand:
             found["by_hand"] = reading.factor
@@ -350,8 +351,9 @@ class GradientSearch:
     def _read(self, seed: str) -> tuple[Reading, Difference]:
         """Return the first reading under which all gradients are right along a direction, and its difference.
 
-        Readings that were rejected are left out. If there is none, and optimizers step copies, look for a factor in all
-        gradients. Otherwise return the first reading, or the nearest one if the script multiplies gradients.
+        Readings that were rejected are left out. If there is none, look for a factor in all gradients if optimizers
+        step copies, or if the script has changed gradients in a way that may hide one: it may have both reduced and
+        clipped them. Otherwise return the first reading, or the nearest one if the script multiplies gradients.
         """
         readings = self._readings(self.known)
         for one in (one for one in readings if one not in self._rejected):
@@ -360,9 +362,12 @@ class GradientSearch:
                 if abs(difference.right) > 2 * difference.limit:
                     self.known = replace(one, factor=1.0, factor_error=0.0, is_by_hand=False)
                 return one, difference
-        for one in readings if self._derivative.are_copies and self._derivative.factor is None else ():
+        are_copies = self._derivative.are_copies
+        may_have_one = self._derivative.factor is None and (are_copies or self._derivative.is_edited)
+        for one in readings if may_have_one else ():
             if (scaled := self._with_factor(one)) is not None:
-                self.known = one
+                # Only a trainer with copies is known to read all steps alike.
+                self.known = one if are_copies else self.known
                 return scaled, self._read_as(scaled, seed)
         # The script may multiply gradients on purpose while single gradients are wrong.
         nearest = self._nearest(readings) if self._derivative.by_hand != 1 else readings[0]
@@ -430,7 +435,7 @@ class GradientSearch:
         """Return the reading with the factor that all gradients share, None if they share none.
 
         Raises:
-            NoAgreementError: gradients are too small to tell.
+            NoAgreementError: gradients of copies are too small to tell.
         """
         indices = self._indices
         self._derivative.read_as(reading)
@@ -438,6 +443,8 @@ class GradientSearch:
         best = max(tried, key=lambda one: abs(tried[one].right) / tried[one].noise if tried[one].noise else 0.0)
         clearest = tried.pop(best)
         if abs(clearest.right) <= 2 * clearest.limit:
+            if not self._derivative.are_copies:
+                return None
             raise NoAgreementError(UNKNOWN_FACTOR)
         factor = clearest.received_for(indices) / clearest.right
         if factor <= 0:

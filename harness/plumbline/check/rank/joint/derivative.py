@@ -121,8 +121,8 @@ class JointDerivative:
     step was compared before. ``are_copies``: optimizers step copies of all parameters. ``squares``: the squared norms
     of the gradients taken so far, by rank and number. ``factor``: the factor in all of these gradients and its relative
     error, None before any was compared. ``by_hand``: the factor by which the script was seen to multiply gradients on
-    every rank, 1 without one. ``step``: each step has its own directions in 16-bit formats, where the directions of all
-    steps are judged together.
+    every rank, 1 without one. ``is_edited``: the script changed gradients, but not all by one factor. ``step``: each
+    step has its own directions in 16-bit formats, where the directions of all steps are judged together.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class JointDerivative:
         left: Mapping[int, Tensor | None],
         losses: RankLosses,
         divisors: Collection[float],
-        by_hand: float = 1.0,
+        by_hand: float | None = 1.0,
         step: int = 0,
     ) -> None:
         self._exchange = exchange
@@ -170,8 +170,10 @@ class JointDerivative:
         self._reading = Reading()
         self.unit: float = max(one["unit"] for one in theirs)
         factors = [one["by_hand"] for one in theirs]
-        is_one = all(math.isclose(one, factors[0], rel_tol=max(self.unit, SAME_FACTOR)) for one in factors)
-        self.by_hand: float = factors[0] if is_one else 1.0
+        known = [one for one in factors if one is not None]
+        is_one = all(math.isclose(one, known[0], rel_tol=max(self.unit, SAME_FACTOR)) for one in known)
+        self.is_edited = not (is_one and len(known) == len(factors))
+        self.by_hand: float = 1.0 if self.is_edited else known[0]
         self.communicate = [one["communicates"] for one in theirs]
         self._beginnings = beginnings
         self.squares: dict[Key, float] = {}

@@ -67,7 +67,7 @@ class JointSteps(Observer):
         self._waiting: tuple[Sequence[RecordedCall], Mapping[int, bool]] = [], {}
         self._communicates = False
         self.is_tied: Callable[[Tensor], bool] = lambda parameter: False
-        self.multiplied_by_hand: Callable[[], float] = lambda: 1.0
+        self.multiplied_by_hand: Callable[[], float | None] = lambda: 1.0
 
     def connect(self, counted: CountedPass, is_inside: IsInside) -> None:
         """Count passes that do not call ``torch.autograd.backward``; ``is_inside`` says whether a tracked call runs."""

@@ -141,16 +141,16 @@ class ClippingObserver(WrappingObserver):
         if self.recording:
             self._while_scaled[id(optimizer)] = self._changes_by_hand(optimizer)
 
-    def multiplied_by_hand(self) -> float:
+    def multiplied_by_hand(self) -> float | None:
         """Return the factor by which the script itself has multiplied all gradients since the last backward pass.
 
-        It is 1 if there is no single factor.
+        It is 1 if the script has changed none, and None if it has changed them in another way.
         """
         stepped = [opt for opt in self._optimizers if any(one.grad is not None for one in parameters_of(opt))]
         changes = [self._changes_by_hand(optimizer) for optimizer in stepped]
         factors = [change.get("factor", 1.0) for change in changes] or [1.0]
         first: float | None = factors[0]
-        return first if first and all(one and abs(one - first) <= SAME_FACTOR * first for one in factors) else 1.0
+        return first if first and all(one and abs(one - first) <= SAME_FACTOR * first for one in factors) else None
 
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
         self._stepped.add(optimizer)
