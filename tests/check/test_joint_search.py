@@ -31,7 +31,7 @@ class Derivative:
     by_hand = 1.0
     factor = None
     adds_gradients = ()
-    has_one_loss = has_same_loss = is_first = are_copies = receives_constants = False
+    has_one_loss = has_same_loss = is_first = are_copies = receives_constants = is_edited = False
     changed: tuple[str, ...] = ()
     in_place = (InPlace.DERIVED,)
     communicate = (False,)
