@@ -260,7 +260,7 @@ class TrackedCalls:
         return copies
 
     def _copied_moving(self, module: nn.Module) -> dict[int, tuple[Tensor, Tensor]]:
-        own = (one for one in module.parameters() if id(one) in self._moving)
+        own = (one for one in module.parameters() if id(one) in self._moving and not one.requires_grad)
         return {id(one): (one, one.detach().clone()) for one in own}
 
     def _end(self, call: TrackedCall | None, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:

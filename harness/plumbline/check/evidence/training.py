@@ -104,8 +104,8 @@ class RecordedStep:
     the vector of the gradients that the optimizer received, NaN in the segments of parameters without a gradient.
     ``norm`` is the exact norm of these gradients. ``unclipped`` is the vector after the last backward pass and before a
     clipping function changed it; None if none did. ``replaced`` is what a clipping function left, if the script then
-    changed it by more than one factor; ``unclipped`` is None in this case. ``left`` is what the last backward pass
-    left; it is recorded after a step whose gradients the script changed itself.
+    changed it by more than one factor; ``unclipped`` is None in this case. ``after_backward`` is what the last
+    backward pass left; it is recorded after a step whose gradients the script changed itself.
     ``passes`` has the backward passes since the optimizer's previous step that belong to this step. ``other_passes``
     has those that left gradients in its parameters, but belong to another optimizer's step. ``skipped``: the GradScaler
     skipped the step. ``facts`` has what observers noted.
@@ -122,7 +122,7 @@ class RecordedStep:
     norm: float = 0.0
     unclipped: Tensor | None = None
     replaced: Tensor | None = None
-    left: Tensor | None = None
+    after_backward: Tensor | None = None
 
     @property
     def before_clipping(self) -> Tensor:
@@ -159,7 +159,7 @@ class RecordedStep:
             other_passes=tuple(map(of, self.other_passes)),
             unclipped=None if self.unclipped is None else chosen(self.unclipped),
             replaced=None if self.replaced is None else chosen(self.replaced),
-            left=None if self.left is None else chosen(self.left),
+            after_backward=None if self.after_backward is None else chosen(self.after_backward),
         )
 
     def parts(self, vector: Tensor) -> Sequence[Tensor]:

@@ -170,9 +170,9 @@ def _are_by_one_norm(calls: Sequence[Facts]) -> bool:
     Several calls with norms that are DTensors, whose values are not known, may each compute the norm of their own part.
     """
     first = calls[0]
-    is_one = len(calls) == 1 or first["returned"] is not None
+    is_known = len(calls) == 1 or first["returned"] is not None
     return (
-        is_one
+        is_known
         and first["norm_type"] == 2.0
         and all(
             call["kind"] == "norm"

@@ -110,8 +110,11 @@ def _without_right_backwards(
         return failed
     # The script may define this derivative on purpose, or by mistake.
     if others := [name for name, relation in relations.items() if not relation]:
-        why = f"the backward of {listed(others)}, through which the loss communicates, is not the derivative of its "
-        return not_judged(finding.check, f"{why}forward")
+        return not_judged(
+            finding.check,
+            f"the backward of {listed(others)}, through which the loss communicates, is not the derivative of its "
+            "forward. If this is intended, gradients that pass through it cannot be judged; otherwise correct it",
+        )
     return None
 
 

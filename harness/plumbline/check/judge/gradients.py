@@ -119,9 +119,14 @@ def _compared(training: RecordedTraining) -> Iterator[Finding]:
         finding = with_stages(training, joint.judge())
         if joint.is_of_same_losses:
             finding = with_loss_of_all_ranks(training, finding, is_sum=joint.is_sum)
-        by_replay = _replays_decide(joint, truth, finding) or _wrong_later(joint, truth, finding)
+        later = _about_later_steps(joint, truth, finding)
+        by_replay = _replays_decide(joint, truth, finding)
+        if by_replay is None and later is not None and later.outcome is Outcome.FAILED:
+            by_replay = later
         yield _of_different_batches(training, by_replay or finding)
-        if joint.obstacle and finding.outcome is Outcome.PASSED and not by_replay:
+        if later is not None and later.outcome is Outcome.SKIPPED and not by_replay:
+            yield later
+        elif joint.obstacle and finding.outcome is Outcome.PASSED and not by_replay:
             yield not_judged(CHECK, f"step {joint.first_unjudged}: {joint.obstacle}", joint.first_unjudged)
         if joint.alike and finding.outcome is Outcome.PASSED and not by_replay:
             names = sorted({name for name, _ in joint.alike})
@@ -214,8 +219,8 @@ def _replays_decide(joint: JointTruth, truth: ReplayTruth, finding: Finding) -> 
     return known if counts else None
 
 
-def _wrong_later(joint: JointTruth, truth: ReplayTruth, finding: Finding) -> Finding | None:
-    """Return the failure of steps that the joint forward did not judge, None if they are right.
+def _about_later_steps(joint: JointTruth, truth: ReplayTruth, finding: Finding) -> Finding | None:
+    """Return the finding about steps that the joint forward did not judge, None if nothing can be said about them.
 
     If gradients are the mean over ranks of what the backward passes computed at the steps that it judged, they should
     be so at all steps.
@@ -226,8 +231,7 @@ def _wrong_later(joint: JointTruth, truth: ReplayTruth, finding: Finding) -> Fin
     right = [case.fit(RIGHT).holds for case in truth.cases if case.step.number in compared]
     if not right or not all(right) or len(right) == len(truth.cases):
         return None
-    found = truth.judge()
-    return found if found.outcome is Outcome.FAILED else None
+    return truth.judge()
 
 
 _UNREDUCED = ("not-synchronised", "some-parameters-not-synchronised", "exchanged-otherwise", UNEXPLAINED)

@@ -343,9 +343,11 @@ class JointTruth(Truth[JointGradient]):
         """Withdraw a failure that the script's own code may intend."""
         # If every wrong parameter may be a copy, the only evidence is that the copies have different gradients.
         is_of_copies = finding.cause == "parts-of-a-sum" and all(case.began_alike for case in wrong)
+        is_edited = any(found.get("edited") for number, found in self.compared if number == wrong[0].index)
+        if is_edited and wrong[0].index in self.scaled and self.multiplied[wrong[0].index] is None:
+            return not_judged(CHECK, multiplied([]), finding.step)
         if finding.cause not in BY_ELIMINATION and not is_of_copies:
             return finding
-        is_edited = any(found.get("edited") for number, found in self.compared if number == wrong[0].index)
         if wrong[0].index in self.scaled and not is_edited:
             observed, is_shorter = self.compare(), 0 < wrong[0].common_factor < 1
             unexplained = replace(observed, cause=UNEXPLAINED)

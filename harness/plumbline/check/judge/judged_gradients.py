@@ -106,7 +106,8 @@ def _received_gradients(training: RecordedTraining) -> list[tuple[ReceivedGradie
 
 
 def _is_a_multiple(received: tuple[ReceivedGradient, Mapping[int, RecordedStep]]) -> bool:
-    return replace(received[0], free_factor=True).fit(RIGHT).holds
+    case = replace(received[0], free_factor=True)
+    return not case.is_finite or case.fit(RIGHT).holds
 
 
 def _received_through(

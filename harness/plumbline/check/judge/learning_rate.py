@@ -34,12 +34,12 @@ def judge_learning_rate(training: RecordedTraining) -> Iterator[Finding]:
         )
         different = different or _other_settings(training)
     with_passes = moved_with_every_pass(training)
-    if with_passes is not None and _count_batches(training):
+    if with_passes is not None and _may_count_batches(training):
         yield headline_note(
             CHECK,
-            "The learning rate changes with every backward pass, so an optimizer step uses only the last of several "
-            "rates. The length of the schedule is a multiple of the number of batches in an epoch, so that may be "
-            "intended.",
+            "The scheduler steps with every micro-batch, so most of its rates are never used. Its length is a multiple "
+            "of the number of batches in an epoch, so it may be made for that. If it is made for optimizer steps, call "
+            "scheduler.step() only after optimizer.step().",
         )
         with_passes = None
     found = [finding for finding in (different, with_passes) if finding is not None]
@@ -55,12 +55,15 @@ def judge_learning_rate(training: RecordedTraining) -> Iterator[Finding]:
         yield from _notable(training)
 
 
-def _count_batches(training: RecordedTraining) -> bool:
-    """Return whether a schedule is made for as many steps as one or several epochs have batches."""
-    lengths = {length for one in noted(training, OBSERVER) for length in one.facts.get("lengths", ())}
-    passes = [one for rank in training.ranks for one in (rank.facts.get("loaders") or {}).get("loaders", ())]
-    batches = {one["length"] for one in passes if one.get("length")}
-    return any(length % count == 0 for length in lengths for count in batches if count > 1)
+def _may_count_batches(training: RecordedTraining) -> bool:
+    """Return whether the longest schedule has as many steps as epochs of the longest loader have batches.
+
+    That may also be a coincidence, so it excuses the schedule without proving it right.
+    """
+    steps = max((length for one in noted(training, OBSERVER) for length in one.facts.get("lengths", ())), default=0)
+    loaders = [one for rank in training.ranks for one in (rank.facts.get("loaders") or {}).get("loaders", ())]
+    batches = max((one["length"] for one in loaders if one.get("length")), default=0)
+    return steps > 0 and batches > 1 and steps % batches == 0
 
 
 def _rates_of_the_first_rank(ranks: Mapping[int, StepRecord]) -> Mapping[int, Sequence[float]]:
@@ -74,30 +77,38 @@ def _other_settings(training: RecordedTraining) -> Finding | None:
     """Return the failure where copies or shards of one parameter are updated with different settings."""
     for ranks in side_by_side(training, OBSERVER):
         first, *others = ranks.values()
-        for other in others:
-            pairs = zip(first.facts.get("settings", ()), other.facts.get("settings", ()), strict=False)
-            names = (name for ours, theirs in pairs for name in ours if ours[name] != theirs.get(name, ours[name]))
-            if step_copies((first, other)) and (name := next(names, None)) is not None:
-                return _differs(name, first, other)
+        for other in (one for one in others if step_copies((first, one))):
+            for ours, theirs in zip(first.facts.get("settings", ()), other.facts.get("settings", ()), strict=False):
+                for name in sorted(ours.keys() & theirs.keys()):
+                    if not _are_same(ours[name], theirs[name]):
+                        return _differs(name, (first, ours[name]), (other, theirs[name]))
     return None
 
 
-def _differs(name: str, first: ObserverFacts, other: ObserverFacts) -> Finding:
-    values = (
-        listed(dict.fromkeys(listed(f"{one:g}" for one in group[name]) for group in each.facts["settings"]))
-        for each in (first, other)
-    )
-    ours, theirs = values
+def _are_same(ours: Sequence[float], theirs: Sequence[float]) -> bool:
+    close = (math.isclose(a, b, rel_tol=PRECISION) for a, b in zip(ours, theirs, strict=False))
+    return len(ours) == len(theirs) and all(close)
+
+
+def _differs(
+    name: str, ours: tuple[ObserverFacts, Sequence[float]], theirs: tuple[ObserverFacts, Sequence[float]]
+) -> Finding:
+    (first, own), (other, value) = ours, theirs
     return failed_with_hint(
         CHECK,
-        f"{name} of the optimizer is {ours} on rank {first.rank}, but {theirs} on rank {other.rank}, although both "
-        "update copies or shards of the same parameters",
+        f"the optimizer's setting {name} is {_in_words(own)} on rank {first.rank} and {_in_words(value)} on rank "
+        f"{other.rank}, although both ranks update copies or shards of the same parameters",
         "give the optimizer the same settings on all ranks",
         cause="settings-differ-between-ranks",
         family="optimizer",
         step=first.step.number,
         rank=other.rank,
     )
+
+
+def _in_words(numbers: Sequence[float]) -> str:
+    told = [f"{one:.13g}" for one in numbers]
+    return told[0] if len(told) == 1 else f"({', '.join(told)})"
 
 
 def _notable(training: RecordedTraining) -> Iterator[Finding]:

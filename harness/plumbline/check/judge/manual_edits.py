@@ -9,6 +9,7 @@ from dataclasses import replace
 from plumbline.check.evidence.training import RecordedStep, RecordedTraining
 from plumbline.check.judge.clipped_masters import are_one, master_steps, scale_at_clipping
 from plumbline.check.judge.clipping_calls import is_limit_unscaled
+from plumbline.check.judge.judged_gradients import judged_gradients
 from plumbline.check.judge.loss_scales import division
 from plumbline.check.judge.noted import headline_note, information, name_ranks, not_judged
 from plumbline.check.judge.precision_used import OBSERVER as PRECISION
@@ -91,7 +92,8 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
             return headline_note(
                 check,
                 "The script changes gradients with its own code after the last backward pass, which left the right "
-                "ones. This change was not judged.",
+                f"ones (known from step {min(case.step.number for case in _later(wrong))} on). This change was not "
+                "judged.",
             )
         how = "after it clips them" if is_clipped else "with its own code"
         why = f"the script changes gradients {how}, and the result matches no known combination of the ranks' gradients"
@@ -128,20 +130,22 @@ def _right_on_some_ranks(check: str, wrong: Sequence[ReceivedGradient], training
     """Return the failure where some ranks of one model always receive the right gradients, and the others never."""
     if weights_are_made_equal(training) or ranks_begin_apart(training):
         return None
-    steps = {case.index for case in wrong}
-    ranks = sorted({case.rank for case in wrong})
-    right = [rank.rank for rank in training.ranks if rank.rank not in ranks]
-    if not right or len(wrong) < len(steps) * len(ranks) or len(steps) < len(training.ranks[0].steps):
+    optimizers = {case.step.optimizer for case in wrong}
+    judged = [case for case in judged_gradients(training).judged if case.step.optimizer in optimizers]
+    steps = {case.index for case in judged}
+    ranks = {case.rank for case in wrong}
+    right = {case.rank for case in judged} - ranks
+    if len(right | ranks) < training.world_size or len(wrong) < len(steps) * len(ranks) or not right:
         return None
     return failed_with_hint(
         check,
-        f"the gradients are right on {name_ranks(right, training.world_size)}, but not on "
-        f"{name_ranks(ranks, training.world_size)}, as after a reduction to some ranks only",
+        f"the gradients are right on {name_ranks(sorted(right), training.world_size)}, but not on "
+        f"{name_ranks(sorted(ranks), training.world_size)}, as if they had been reduced to some ranks only",
         "use all_reduce instead of reduce, or broadcast the result to all ranks",
         cause="reduced-to-some-ranks-only",
         family="sync",
         step=wrong[0].step.number,
-        rank=ranks[0],
+        rank=min(ranks),
     )
 
 
@@ -151,14 +155,14 @@ def _were_right_before_edits(wrong: Sequence[ReceivedGradient]) -> bool:
     It is unknown for the first step that the script changes.
     """
     later = _later(wrong)
-    known = [_as_left(case) for case in later if case.step.left is not None]
+    known = [_as_left(case) for case in later if case.step.after_backward is not None]
     return len(later) == len(known) > 0 and all(case.fit(RIGHT).holds and bool(case.compared.any()) for case in known)
 
 
 def _changed_apart(check: str, wrong: Sequence[ReceivedGradient]) -> Finding | None:
     """Return the failure where ranks change equal gradients differently, None if they change them alike."""
     for case in _later(wrong):
-        if any(_differ(case.step, other) for other in case.ranks.values()):
+        if any(_differ(case, other) for other in case.ranks.values()):
             return failed_with_hint(
                 check,
                 "the backward passes left the right gradients, but the script then changes them differently on each "
@@ -177,13 +181,17 @@ def _later(wrong: Sequence[ReceivedGradient]) -> list[ReceivedGradient]:
     return [case for case in wrong if case.index > first]
 
 
-def _differ(one: RecordedStep, other: RecordedStep) -> bool:
-    ours, theirs = one.received.nan_to_num(), other.received.nan_to_num()
-    return ours.shape == theirs.shape and float((ours - theirs).norm()) > SAME_LENGTH * float(ours.norm())
+def _differ(case: ReceivedGradient, other: RecordedStep) -> bool:
+    """Return whether another rank received another gradient of any parameter that was compared."""
+    ours, theirs = case.step.received.nan_to_num(), other.received.nan_to_num()
+    if ours.shape != theirs.shape:
+        return False
+    apart = case.norms(ours - theirs) > SAME_LENGTH * case.norms(ours)
+    return bool((apart & case.compared).any())
 
 
 def _as_left(case: ReceivedGradient) -> ReceivedGradient:
-    step = replace(case.step, unclipped=case.step.left)
+    step = replace(case.step, unclipped=case.step.after_backward)
     return replace(case, ranks={**case.ranks, case.rank: step}, free_factor=False)
 
 

@@ -191,7 +191,7 @@ def _step(values: dict[str, Any], tensors: dict[str, Tensor]) -> RecordedStep:
         values["norm"],
         tensors.get("unclipped"),
         tensors.get("replaced"),
-        tensors.get("left"),
+        tensors.get("after_backward"),
     )
 
 

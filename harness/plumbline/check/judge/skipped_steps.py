@@ -105,8 +105,8 @@ def _not_finite(training: RecordedTraining) -> Iterator[Finding]:
         broken = one.facts.get("broken", 0)
         if not one.step.skipped and broken:
             hint = (
-                "let all ranks skip a step if any of them finds an infinity: all-reduce the result of this check. Rank "
-                f"{skipping} took no step after a backward pass with one"
+                f"rank {skipping} found an infinity and skipped its step, but the other ranks took theirs; let all "
+                "ranks skip together: all-reduce the result of this check"
                 if (skipping := _rank_that_skipped(training, one)) is not None
                 else "call scaler.step(optimizer), not optimizer.step()"
                 if any(each.scale != 1.0 for each in one.step.passes)

@@ -113,10 +113,11 @@ def judge_replicated_gradients(training: RecordedTraining) -> Finding | None:
             )
             return with_reason(finding, names, training)
         if names := _copied_apart(steps, eps):
-            what = "the gradient of {} is a DTensor" if len(names) == 1 else "the gradients of {} are DTensors"
+            what = "the gradient of {} is" if len(names) == 1 else "the gradients of {} are"
             return failed_with_hint(
                 CHECK,
-                f"{what.format(listed(names))} with the placement Replicate, but each rank has different values",
+                f"{what.format(listed(names))} whole on every rank (placement Replicate), but different between "
+                "ranks, so each rank updates its shard with another gradient",
                 "give ranks that hold parts of one model the same batch, and change gradients in the same way on all "
                 "of them: clip by the norm of the whole model, for example",
                 cause="some-parameters-not-synchronised",

@@ -53,7 +53,12 @@ class EvidenceWriter:
         Raises:
             OSError: the file cannot be written.
         """
-        vectors = {"received": step.received, "unclipped": step.unclipped, "replaced": step.replaced, "left": step.left}
+        vectors = {
+            "received": step.received,
+            "unclipped": step.unclipped,
+            "replaced": step.replaced,
+            "after_backward": step.after_backward,
+        }
         tensors = {name: vector for name, vector in vectors.items() if vector is not None}
         values = {
             "rank": rank,

@@ -317,7 +317,7 @@ class TrainingRecorder:
             norm=math.hypot(*stepped.norms),
             unclipped=stepped.unclipped,
             replaced=stepped.replaced,
-            left=stepped.left,
+            after_backward=stepped.after_backward,
         )
 
     def _own(self, optimizer: Optimizer, *, accumulated: bool) -> SteppedParameters:
@@ -327,14 +327,14 @@ class TrainingRecorder:
             received(optimizer, one, whole.get(id(one), one.grad), sampled=self._sample.has(one)) for one in parameters
         ]
         gradients, norms = [one for one, _ in found], [norm for _, norm in found]
-        unclipped, replaced, left = self._unclipped.vectors(parameters, gradients, units)
+        unclipped, replaced, after_backward = self._unclipped.vectors(parameters, gradients, units)
         return SteppedParameters(
             recorded_parameters(optimizer, self._names, self._sample, accumulated=accumulated),
             gradients,
             norms,
             unclipped,
             replaced,
-            left,
+            after_backward,
             lambda one: vector(one, parameters, self._sample),
         )
 
@@ -408,7 +408,7 @@ class SteppedParameters:
     norms: Sequence[float]
     unclipped: Tensor | None
     replaced: Tensor | None
-    left: Tensor | None
+    after_backward: Tensor | None
     vector: Callable[[ArrivedGradients], BackwardPass]
     facts: Facts = field(default_factory=dict)
 

@@ -45,7 +45,7 @@ class UnclippedGradients(Observer):
         self._after: dict[int, Tensor] = {}
         self.whole: dict[int, Tensor] = {}
         self._shards: dict[int, Tensor] = {}
-        self._left: dict[int, Tensor] = {}
+        self._after_backward: dict[int, Tensor] = {}
         self._keeps_left = False
 
     def note(self, parameters: Sequence[Tensor]) -> None:
@@ -103,7 +103,7 @@ class UnclippedGradients(Observer):
     def vectors(
         self, parameters: Sequence[Tensor], received: Sequence[Tensor], units: Sequence[FlatUnit]
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return ``unclipped``, ``replaced`` and ``left`` of a ``RecordedStep``.
+        """Return ``unclipped``, ``replaced`` and ``after_backward`` of a ``RecordedStep``.
 
         If the script has multiplied all gradients by one factor since clipping, ``unclipped`` includes this factor.
         Gradients in flat ``units`` are gathered, so all ranks have to call this.
@@ -125,7 +125,7 @@ class UnclippedGradients(Observer):
                 return None
             return torch.cat([by_id.get(id(one), given) for one, given in zip(parameters, received, strict=True)])
 
-        return vector(known), vector(replaced), vector(self._left)
+        return vector(known), vector(replaced), vector(self._after_backward)
 
     def _of_flat(self, units: Sequence[FlatUnit]) -> dict[int, Tensor]:
         clipped = [unit for unit in units if unit.any(any(id(one) in self._shards for one in unit.parameters))]
@@ -145,12 +145,12 @@ class UnclippedGradients(Observer):
             with torch.no_grad(), paused():
                 for one in (each for optimizer in self._optimizers for each in parameters_of(optimizer)):
                     if one.grad is not None and self._sample.has(one) and not is_shard(one) and part_of(one) is None:
-                        self._left[id(one)] = kept(one.grad) / scales[id(one)]
+                        self._after_backward[id(one)] = kept(one.grad) / scales[id(one)]
         return None
 
     @property
     def _notes(self) -> Sequence[dict[int, Tensor]]:
-        return self._before, self._after, self.whole, self._shards, self._left
+        return self._before, self._after, self.whole, self._shards, self._after_backward
 
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
         """Forget the gradients of a step that was taken."""

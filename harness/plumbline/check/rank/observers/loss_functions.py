@@ -23,7 +23,6 @@ ELEMENTS = (
 OTHERS = (
     "cosine_embedding_loss", "ctc_loss", "gaussian_nll_loss", "hinge_embedding_loss", "margin_ranking_loss",
     "multi_margin_loss", "multilabel_margin_loss", "multilabel_soft_margin_loss", "triplet_margin_loss",
-    "triplet_margin_with_distance_loss",
 )  # fmt: skip
 """Losses whose terms are counted by calling them without a reduction."""
 

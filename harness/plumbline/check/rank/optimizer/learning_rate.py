@@ -14,14 +14,18 @@ from plumbline.check.evidence.training import Facts
 from plumbline.check.rank.optimizer.wrapped import WrappingObserver
 from plumbline.recording.patching import wrap_overrides
 
-_NOT_ARITHMETIC = frozenset({"lr", "foreach", "fused", "capturable", "differentiable"})
+_SETTINGS = (
+    "alpha", "amsgrad", "beta1", "beta2", "betas", "centered", "dampening", "decoupled_weight_decay", "eps", "etas",
+    "lambd", "lr_decay", "maximize", "momentum", "momentum_decay", "nesterov", "ns_steps", "rho", "weight_decay",
+)  # fmt: skip
+"""Arguments of optimizers that enter the update. Other arguments, such as a rank, may differ between ranks."""
 
 
 class LearningRate(WrappingObserver):
     """Wraps the ``step`` of every scheduler.
 
-    Facts of a step: ``rates`` of the parameter groups that have one; ``settings``: the other numbers that each group
-    has for an argument of the optimizer, by name; ``schedulers``: how many the optimizer has;
+    Facts of a step: ``rates`` of the parameter groups that have one; ``settings``: the other numbers in each group
+    that enter the update, by name; ``schedulers``: how many the optimizer has;
     ``lengths``: the numbers of steps for which they are made, where they have one;
     ``schedule``: for each scheduler step since the optimizer's last step, the number of the latest backward pass at
     that time, and whether the optimizer had not stepped since that pass began.
@@ -60,7 +64,7 @@ class LearningRate(WrappingObserver):
         self._stepped.add(optimizer)
         return {
             "rates": [float(rate) for group in optimizer.param_groups if (rate := group.get("lr")) is not None],
-            "settings": [_settings(group, optimizer.defaults) for group in optimizer.param_groups],
+            "settings": [_settings(group) for group in optimizer.param_groups],
             "schedulers": len(self._schedulers.get(optimizer, ())),
             "lengths": [length for one in self._schedulers.get(optimizer, ()) if (length := _length(one)) is not None],
             "schedule": [list(call) for call in self._calls.pop(optimizer, [])],
@@ -96,11 +100,11 @@ def _length(scheduler: Any) -> int | None:
     return next((one for one in found if isinstance(one, int)), None)
 
 
-def _settings(group: dict[str, Any], defaults: dict[str, Any]) -> Facts:
+def _settings(group: dict[str, Any]) -> Facts:
     found: Facts = {}
-    for name in sorted(group.keys() & defaults.keys() - _NOT_ARITHMETIC):
-        value = group[name]
-        numbers = list(value) if isinstance(value, (tuple, list)) else [value]
+    for name in _SETTINGS:
+        value = group.get(name)
+        numbers: list[Any] = list(value) if isinstance(value, (tuple, list)) else [value]
         if all(isinstance(one, (bool, int, float)) for one in numbers):
             found[name] = [float(one) for one in numbers]
     return found
