@@ -11,7 +11,7 @@ from plumbline.check.judge.clipped_masters import are_one, master_steps, scale_a
 from plumbline.check.judge.clipping_calls import is_limit_unscaled
 from plumbline.check.judge.judged_gradients import judged_gradients
 from plumbline.check.judge.loss_scales import division
-from plumbline.check.judge.noted import headline_note, information, name_ranks, not_judged
+from plumbline.check.judge.noted import information, name_ranks, not_judged
 from plumbline.check.judge.precision_used import OBSERVER as PRECISION
 from plumbline.check.judge.rank_weights import ranks_begin_apart, weights_are_made_equal
 from plumbline.check.judge.received_gradient import Fit, ReceivedGradient
@@ -89,11 +89,11 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
             return told
         is_clipped = any(case.step.replaced is not None for case in wrong)
         if was_right and not is_clipped:
-            return headline_note(
+            return not_judged(
                 check,
-                "The script changes gradients with its own code after the last backward pass, which left the right "
-                f"ones (known from step {min(case.step.number for case in _later(wrong))} on). This change was not "
-                "judged.",
+                "the script changes gradients with its own code after the last backward pass, which left the right "
+                f"ones (known from step {min(case.step.number for case in _later(wrong))} on)",
+                step,
             )
         how = "after it clips them" if is_clipped else "with its own code"
         why = f"the script changes gradients {how}, and the result matches no known combination of the ranks' gradients"
