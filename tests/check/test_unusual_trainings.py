@@ -418,11 +418,11 @@ def noisy(model):
         one.grad += 0.01 * torch.randn(one.grad.shape)
 
 
-def trained_after(change):
+def trained_after(change, *, wrap=lambda model: model):
     """Return a training whose ranks have samples of their own, and that changes gradients before each step."""
 
     def train():
-        model = small()
+        model = wrap(small())
         torch.manual_seed(dist.get_rank())
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         for _ in range(STEPS):
@@ -461,29 +461,15 @@ def multiplied_by_a_number_of_each_rank(model):
         one.grad *= 1 - 0.1 * dist.get_rank()
 
 
-def reduced_and(edit):
-    def train():
-        model = DistributedDataParallel(small())
-        torch.manual_seed(dist.get_rank())
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for _ in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model).backward()
-            edit(model)
-            optimizer.step()
-
-    return train
-
-
 def test_gradients_that_were_right_before_the_script_changed_them_are_told(plumbline):
-    checked = plumbline.check(reduced_and(centralised), ranks=2, steps=STEPS)
+    checked = plumbline.check(trained_after(centralised, wrap=DistributedDataParallel), ranks=2, steps=STEPS)
     with pytest.raises(AssertionError, match=r"not judged: .* which left the right ones \(known from step 1 on\)"):
         checked.assert_right()
 
 
 @pytest.mark.parametrize("edit", [with_noise_of_its_own_on_each_rank, multiplied_by_a_number_of_each_rank])
 def test_a_change_of_reduced_gradients_that_differs_between_ranks_is_found(plumbline, edit):
-    checked = plumbline.check(reduced_and(edit), ranks=2, steps=STEPS)
+    checked = plumbline.check(trained_after(edit, wrap=DistributedDataParallel), ranks=2, steps=STEPS)
     with pytest.raises(AssertionError, match="wrong: gradients: changed differently on ranks"):
         checked.assert_right()
 

@@ -202,6 +202,7 @@ class TrackedCalls:
         inputs = [one for one in _set_as_attributes(module) if not self._is_weight(one[-1])]
         devices = {one.device for one in (*tensors_in((args, kwargs)), *module.parameters())}
         recorded_args, recorded_kwargs = map_tensors((args, kwargs), _copy)
+        frozen = [one for one in module.parameters() if _is_plain_frozen(one)]
         return TrackedCall(
             number=self._number,
             module=module,
@@ -211,8 +212,8 @@ class TrackedCalls:
             autocast=AutocastState.now(one.type for one in devices if one.type != "meta"),
             default_dtype=torch.get_default_dtype(),
             training=tuple((one, one.training) for one in module.modules()),
-            buffers={**self._copied_buffers(module), **self._copied_moving(module)},
-            frozen=tuple((one, state_of(one)) for one in module.parameters() if _is_plain_frozen(one)),
+            buffers={**self._copied_buffers(module), **self._copied_moving(frozen)},
+            frozen=tuple((one, state_of(one)) for one in frozen),
             compiled=unwrapping.is_compiled(called),
             collectives=collectives(),
             activations=tuple(self._activations((args, kwargs, [one for *_, one in inputs]))),
@@ -259,9 +260,9 @@ class TrackedCalls:
             copies[id(buffer)] = buffer, copy
         return copies
 
-    def _copied_moving(self, module: nn.Module) -> dict[int, tuple[Tensor, Tensor]]:
-        own = (one for one in module.parameters() if id(one) in self._moving and not one.requires_grad)
-        return {id(one): (one, one.detach().clone()) for one in own}
+    def _copied_moving(self, frozen: Sequence[nn.Parameter]) -> dict[int, tuple[Tensor, Tensor]]:
+        """Return those of the module's frozen parameters that its forward has changed before, and copies of them."""
+        return {id(one): (one, one.detach().clone()) for one in frozen if id(one) in self._moving}
 
     def _end(self, call: TrackedCall | None, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if call is None:

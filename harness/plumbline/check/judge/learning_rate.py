@@ -78,10 +78,11 @@ def _other_settings(training: RecordedTraining) -> Finding | None:
     for ranks in side_by_side(training, OBSERVER):
         first, *others = ranks.values()
         for other in (one for one in others if step_copies((first, one))):
-            for ours, theirs in zip(first.facts.get("settings", ()), other.facts.get("settings", ()), strict=False):
-                for name in sorted(ours.keys() & theirs.keys()):
-                    if not _are_same(ours[name], theirs[name]):
-                        return _differs(name, (first, ours[name]), (other, theirs[name]))
+            groups = zip(first.facts.get("settings", ()), other.facts.get("settings", ()), strict=False)
+            pairs = ((name, a[name], b[name]) for a, b in groups for name in sorted(a.keys() & b.keys()))
+            if found := next((each for each in pairs if not _are_same(*each[1:])), None):
+                name, ours, theirs = found
+                return _differs(name, (first, ours), (other, theirs))
     return None
 
 

@@ -19,6 +19,7 @@ from plumbline.check.judge.step_objective import NEAR, step_objectives
 from plumbline.check.judge.unreduced import MADE_EQUAL, ranks_hold_one_model, separate_adapters
 from plumbline.core.finding import Finding, is_unexplained
 from plumbline.core.numbers import scale_text
+from plumbline.core.titles import title_of
 from plumbline.judge.findings import failed_with_hint, with_hint
 from plumbline.judge.truth import RIGHT
 from plumbline.report.text import listed
@@ -80,24 +81,13 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
         return told
     if not any(map(_is_changed, wrong)):
         return finding
-    was_right = _were_right_before_edits(wrong)
-    if was_right and not weights_are_made_equal(training) and (apart := _changed_apart(check, wrong)) is not None:
+    right_until_changed = _right_until_changed(wrong)
+    if not weights_are_made_equal(training) and (apart := _changed_apart(check, right_until_changed)) is not None:
         return apart
     is_multiple = is_one_multiple(wrong)
     if is_unexplained(finding) and not is_multiple:
-        if (told := _right_on_some_ranks(check, wrong, training)) is not None:
-            return told
-        is_clipped = any(case.step.replaced is not None for case in wrong)
-        if was_right and not is_clipped:
-            return not_judged(
-                check,
-                "the script changes gradients with its own code after the last backward pass, which left the right "
-                f"ones (known from step {min(case.step.number for case in _later(wrong))} on)",
-                step,
-            )
-        how = "after it clips them" if is_clipped else "with its own code"
-        why = f"the script changes gradients {how}, and the result matches no known combination of the ranks' gradients"
-        return not_judged(check, why, step)
+        some = _right_on_some_ranks(check, wrong, training)
+        return some or not_judged(check, _unknown_change(wrong, right_until_changed), step)
     if finding.cause == "some-zero":
         why = "the script sets the gradients of some parameters to zero with its own code, possibly on purpose"
         return not_judged(check, why, step)
@@ -120,7 +110,7 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
         )
     return not_judged(
         check,
-        f"the script multiplies gradients with its own code ({str(finding.cause).replace('-', ' ')}); it is not known "
+        f"the script multiplies gradients with its own code ({title_of(str(finding.cause))}); it is not known "
         "whether its loss requires that",
         step,
     )
@@ -149,19 +139,39 @@ def _right_on_some_ranks(check: str, wrong: Sequence[ReceivedGradient], training
     )
 
 
-def _were_right_before_edits(wrong: Sequence[ReceivedGradient]) -> bool:
-    """Return whether the backward passes left the right gradients, at each step for which that is known.
+def _right_until_changed(wrong: Sequence[ReceivedGradient]) -> Sequence[ReceivedGradient]:
+    """Return the wrong gradients of all steps but the first, if the backward passes left right ones at each of these.
 
-    It is unknown for the first step that the script changes.
+    What they left is unknown for the first step that the script changes.
     """
-    later = _later(wrong)
-    known = [_as_left(case) for case in later if case.step.after_backward is not None]
-    return len(later) == len(known) > 0 and all(case.fit(RIGHT).holds and bool(case.compared.any()) for case in known)
+    first = min(case.index for case in wrong)
+    later = [case for case in wrong if case.index > first]
+    if any(case.step.after_backward is None for case in later):
+        return []
+    before = map(_before_the_change, later)
+    return later if all(case.fit(RIGHT).holds and bool(case.compared.any()) for case in before) else []
 
 
-def _changed_apart(check: str, wrong: Sequence[ReceivedGradient]) -> Finding | None:
-    """Return the failure where ranks change equal gradients differently, None if they change them alike."""
-    for case in _later(wrong):
+def _before_the_change(case: ReceivedGradient) -> ReceivedGradient:
+    step = replace(case.step, unclipped=case.step.after_backward)
+    return replace(case, ranks={**case.ranks, case.rank: step}, free_factor=False)
+
+
+def _unknown_change(wrong: Sequence[ReceivedGradient], right_until_changed: Sequence[ReceivedGradient]) -> str:
+    """Return why gradients are not judged that the script changed in an unknown way."""
+    is_clipped = any(case.step.replaced is not None for case in wrong)
+    if right_until_changed and not is_clipped:
+        return (
+            "the script changes gradients with its own code after the last backward pass, which left the right ones "
+            f"(known from step {min(case.step.number for case in right_until_changed)} on)"
+        )
+    how = "after it clips them" if is_clipped else "with its own code"
+    return f"the script changes gradients {how}, and the result matches no known combination of the ranks' gradients"
+
+
+def _changed_apart(check: str, cases: Sequence[ReceivedGradient]) -> Finding | None:
+    """Return the failure where ranks changed right gradients differently, None if they changed them alike."""
+    for case in cases:
         if any(_differ(case, other) for other in case.ranks.values()):
             return failed_with_hint(
                 check,
@@ -176,11 +186,6 @@ def _changed_apart(check: str, wrong: Sequence[ReceivedGradient]) -> Finding | N
     return None
 
 
-def _later(wrong: Sequence[ReceivedGradient]) -> list[ReceivedGradient]:
-    first = min(case.index for case in wrong)
-    return [case for case in wrong if case.index > first]
-
-
 def _differ(case: ReceivedGradient, other: RecordedStep) -> bool:
     """Return whether another rank received another gradient of any parameter that was compared."""
     ours, theirs = case.step.received.nan_to_num(), other.received.nan_to_num()
@@ -188,11 +193,6 @@ def _differ(case: ReceivedGradient, other: RecordedStep) -> bool:
         return False
     apart = case.norms(ours - theirs) > SAME_LENGTH * case.norms(ours)
     return bool((apart & case.compared).any())
-
-
-def _as_left(case: ReceivedGradient) -> ReceivedGradient:
-    step = replace(case.step, unclipped=case.step.after_backward)
-    return replace(case, ranks={**case.ranks, case.rank: step}, free_factor=False)
 
 
 def is_one_multiple(wrong: Sequence[ReceivedGradient]) -> bool:

@@ -90,7 +90,7 @@ class TrainingRecorder:
         )
         loss_scale.on_skipped = lambda optimizer: self._errors.keep(lambda: self._skip(optimizer))
         clipping.on_clipping, clipping.on_clipped = self._unclipped.note, self._unclipped.note_clipped
-        clipping.on_edited = self._unclipped.keep_left
+        clipping.on_edited = self._unclipped.keep_after_backward
         joint.multiplied_by_hand, joint.pipelines.on_scaled = clipping.multiplied_by_hand, clipping.scaled
         joint.is_tied = next((one.is_tied for one in others if isinstance(one, TieObserver)), joint.is_tied)
         self._recording = False

@@ -46,7 +46,7 @@ class UnclippedGradients(Observer):
         self.whole: dict[int, Tensor] = {}
         self._shards: dict[int, Tensor] = {}
         self._after_backward: dict[int, Tensor] = {}
-        self._keeps_left = False
+        self._keeps_after_backward = False
 
     def note(self, parameters: Sequence[Tensor]) -> None:
         """Record gradients before they are clipped."""
@@ -65,12 +65,12 @@ class UnclippedGradients(Observer):
                     if id(one) in other:
                         self.whole[id(one)] = one.grad.detach() / scales[id(one)]
 
-    def keep_left(self) -> None:
+    def keep_after_backward(self) -> None:
         """From now on, also keep what each backward pass leaves.
 
         That takes time, and is of use only if the script changes gradients itself.
         """
-        self._keeps_left = True
+        self._keeps_after_backward = True
 
     def note_clipped(self, parameters: Sequence[Tensor]) -> None:
         """Record the same gradients after they were clipped."""
@@ -140,7 +140,7 @@ class UnclippedGradients(Observer):
 
     def backward_ends(self, number: int) -> Facts | None:
         """Keep what the pass left of gradients that this rank holds whole, if that was asked for."""
-        if self._keeps_left and self.recording:
+        if self._keeps_after_backward and self.recording:
             scales = self._scales()
             with torch.no_grad(), paused():
                 for one in (each for optimizer in self._optimizers for each in parameters_of(optimizer)):
