@@ -474,6 +474,24 @@ def test_a_change_of_reduced_gradients_that_differs_between_ranks_is_found(plumb
         checked.assert_right()
 
 
+def test_a_gradient_that_the_script_puts_back_keeps_the_name_of_what_it_is(plumbline):
+    def train():
+        model = DistributedDataParallel(small())
+        torch.manual_seed(dist.get_rank())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            loss = loss_of(model)
+            (own,) = torch.autograd.grad(loss, model.module[0].weight, retain_graph=True)
+            loss.backward()
+            model.module[0].weight.grad = own
+            optimizer.step()
+
+    checked = plumbline.check(train, ranks=2, steps=STEPS)
+    with pytest.raises(AssertionError, match="wrong: gradients: some parameters not synchronised"):
+        checked.assert_right()
+
+
 def rounded_on_the_way(divisor):
     """Return a communication hook that sums gradients in float16."""
 

@@ -81,7 +81,7 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
         return told
     if not any(map(_is_changed, wrong)):
         return finding
-    right_until_changed = _right_until_changed(wrong)
+    right_until_changed = _right_until_changed(wrong) if is_unexplained(finding) else []
     if not weights_are_made_equal(training) and (apart := _changed_apart(check, right_until_changed)) is not None:
         return apart
     is_multiple = is_one_multiple(wrong)
