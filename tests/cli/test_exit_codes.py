@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -125,3 +127,8 @@ def test_options_of_the_run_that_submit_was_given_are_shown_where_they_belong(ca
     assert said.startswith("usage: plumbline submit")
     assert "put options of the run after `--`" in said
     assert "-- --workloads mlp" in said
+
+
+def test_python_m_plumbline_is_the_command():
+    done = subprocess.run([sys.executable, "-m", "plumbline", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"plumbline {plumbline_version()}\n"
