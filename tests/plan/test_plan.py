@@ -15,8 +15,7 @@ from plumbline.core.precision import PRECISIONS
 from plumbline.core.topology import Topology
 from plumbline.core.training_behavior import EVERY_OTHER, TrainingBehavior
 from plumbline.planning.declaration import Declaration
-from plumbline.planning.devices import topologies
-from plumbline.planning.plan import Matrix, check_devices, plan
+from plumbline.planning.plan import Matrix, check_devices, plan, topologies
 from plumbline.subjects.declare import CAPABILITIES
 from plumbline.workloads import WORKLOADS
 

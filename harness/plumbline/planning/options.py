@@ -16,9 +16,9 @@ from plumbline.launch.launchers import find_launcher
 from plumbline.launch.pool import Launcher, LauncherOptions
 from plumbline.own_workloads.check import refuse_unfit
 from plumbline.own_workloads.load import OwnWorkload, use_workloads
-from plumbline.planning.devices import DEFAULT_GPUS, parse_mesh, resolve_accelerator, topologies
+from plumbline.planning.devices import DEFAULT_GPUS, parse_mesh, resolve_accelerator
 from plumbline.planning.expectation_files import FOLDER, ExpectationsError
-from plumbline.planning.plan import Matrix, Planned, check_devices, check_ranks, plan
+from plumbline.planning.plan import Matrix, Planned, check_devices, check_ranks, plan, topologies
 from plumbline.results.header_footer import WorkloadSource
 from plumbline.results.run_writer import check_report_dir
 from plumbline.statistics.intervals import FEWEST_LAUNCHES

@@ -19,9 +19,41 @@ from plumbline.core.training_behavior import ORDINARY, TrainingBehavior, of_acce
 from plumbline.devices.types import backend_of, device_type
 from plumbline.launch.rank_limits import why_too_many
 from plumbline.planning.declaration import Declaration, Refusal
-from plumbline.planning.devices import MeshChoice, topologies
+from plumbline.planning.devices import MeshChoice
 from plumbline.results.records import PERFORMANCE
 from plumbline.workloads import EVERY, WORKLOADS, PerformanceWorkload, Workload
+
+COUNTS = (1, 2, 3, 4, 8)
+"""Numbers of devices to try. 3 reveals mistakes that powers of two hide."""
+
+
+def topologies(gpus: int, nodes: int | None = None) -> list[Topology]:
+    """Return topologies of up to ``gpus`` devices: ``COUNTS`` and ``gpus`` itself, on one node or evenly on several.
+
+    With ``nodes``, ``gpus`` is per node, and the largest topology is ``nodes`` × ``gpus``.
+    """
+    if gpus < 1:
+        raise PlanError(f"--gpus {gpus}: must be 1 or more")
+    if nodes is not None and nodes < 1:
+        raise PlanError(f"--nodes {nodes}: must be 1 or more")
+    found = {Topology(1, count) for count in _counts(gpus)}
+    if nodes is None:
+        found |= _splits(gpus)
+    else:
+        found |= {Topology(n, g) for n in {1, min(2, nodes), nodes} for g in {min(2, gpus), gpus}}
+    return sorted(found, key=lambda topology: (topology.devices, topology.num_nodes))
+
+
+def _splits(gpus: int) -> set[Topology]:
+    # More than two nodes with one device each would show nothing new.
+    found = {Topology(2, 1)} if gpus >= 2 else set()
+    for devices in _counts(gpus):
+        found |= {Topology(n, devices // n) for n in range(2, devices) if devices % n == 0 and devices // n > 1}
+    return found
+
+
+def _counts(limit: int) -> list[int]:
+    return sorted({count for count in COUNTS if count <= limit} | {limit})
 
 
 def is_worth_a_cell(
