@@ -197,3 +197,18 @@ def driver_started() -> bool:
         return False  # it is not even loaded
     count = ctypes.c_int()
     return int(driver.cuDeviceGetCount(ctypes.byref(count))) != _NOT_INITIALIZED
+
+
+def compute_as_named() -> None:
+    """Turn off TF32 and 16-bit reductions in this process, without starting CUDA.
+
+    Both are less accurate than the rounding noise that the judge measures, so a correct trainer would fail. A subject
+    may turn them on again; its gradients are then judged with their TF32 errors.
+    https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html
+    """
+    # Every torch has these switches. cuDNN's is for convolutions and recurrent layers.
+    torch.backends.cudnn.allow_tf32 = False
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_tf32 = False
+    matmul.allow_fp16_reduced_precision_reduction = False
+    matmul.allow_bf16_reduced_precision_reduction = False

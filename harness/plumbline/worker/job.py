@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from plumbline.core.mesh import FlatPart, Part
 from plumbline.own_workloads.load import workload_of
 from plumbline.worker.assignment import Assignment
-from plumbline.worker.step_hooks import StepHooks
+from plumbline.worker.recorder.recorder import StepHooks
 from plumbline.workloads import Columns, Workload
 
 IGNORED = -100

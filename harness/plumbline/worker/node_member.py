@@ -17,18 +17,23 @@ import re
 import socket
 import sys
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from threading import Lock
 from typing import Any
 
+from torch import nn
+
+from plumbline.devices.calls import compute_as_named
 from plumbline.evidence import rank_file as evidence
-from plumbline.recording.process import follow_processes
+from plumbline.evidence.tensor_store import TensorStore
+from plumbline.recording.process import follow_processes, rank_and_world
 from plumbline.worker.assignment import Assignment
 from plumbline.worker.child_registry import Address, connect
 from plumbline.worker.job import Job
 from plumbline.worker.processes import dump_stacks_on_request
 from plumbline.worker.recorder.late_evidence import answer_requests, keep_process_groups
-from plumbline.worker.recorder.recorder import ChildRecorder, compute_as_named
+from plumbline.worker.recorder.recorder import Recorder
 
 VARIABLE = "PLUMBLINE_ASSIGNMENT"
 """The environment variable for children, as JSON: the node's assignment, its first process, and the registry's
@@ -56,6 +61,61 @@ def lead(assignment: Assignment, address: Address) -> NodeMember:
     _current = NodeMember(assignment, address, os.getpid())
     _current.watch_forks()
     return _current
+
+
+class ChildRecorder(Recorder):
+    """A recorder that learns its rank from the process group, and that can be pickled and sent to a child.
+
+    A pickled model includes its hooks. Once unpickled, they belong to the recorder of the new process.
+    """
+
+    def __init__(self, store: TensorStore, report: Callable[..., None], finish: Callable[[], None]) -> None:
+        super().__init__(store, _Counter(report))
+        self.rank: int | None = None
+        self._report = report
+        self._finish = finish
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model that is recorded, and that carries the recorder's hooks."""
+        return self._tensors.model
+
+    def __setstate__(self, model: nn.Module) -> None:
+        # The model has no parameters yet: it is still being unpickled, and its hook refers to this recorder.
+        self._tensors.model = model
+        self._watched = [model]
+
+    @property
+    def is_active(self) -> bool:
+        """Whether anything was recorded that only ranks do."""
+        return bool(self.steps or self.evaluations or self.rank is not None)
+
+    def reset(self) -> None:
+        """Forget all but the models: what was recorded so far belongs to the parent process."""
+        model, watched = self._tensors.model, self._watched
+        self.__init__(self._store, self._report, self._finish)  # type: ignore[misc]
+        self._tensors.model, self._watched = model, watched
+
+    def on_finished(self) -> None:
+        """Write the evidence now: this process may be killed."""
+        self._finish()
+
+    def _note_world(self) -> None:
+        super()._note_world()
+        place = rank_and_world()
+        if place is not None and place[0] != self.rank:
+            self.rank = place[0]
+            self._report(rank=self.rank)
+
+
+class _Counter:
+    """A recorder's number of steps: each new number is reported."""
+
+    def __init__(self, report: Callable[..., None]) -> None:
+        self._report = report
+
+    def __setitem__(self, place: slice, number: bytes) -> None:
+        self._report(steps=int.from_bytes(number, "little"))
 
 
 def _recorder_of_this_process() -> ChildRecorder:

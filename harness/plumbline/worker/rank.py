@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from plumbline.devices.calls import seed_all
+from plumbline.devices.calls import compute_as_named, seed_all
 from plumbline.evidence.rank_file import RankFile
 from plumbline.subjects.declare import Subject
 from plumbline.worker.assignment import Assignment, stack_beside
@@ -20,8 +20,7 @@ from plumbline.worker.job import Job
 from plumbline.worker.node_member import current_member
 from plumbline.worker.processes import dump_stacks_on_request
 from plumbline.worker.recorder.late_evidence import answer_requests, block_requests, keep_process_groups
-from plumbline.worker.recorder.recorder import Recorder, compute_as_named
-from plumbline.worker.step_hooks import StepCounter, StepHooks
+from plumbline.worker.recorder.recorder import Recorder, StepCounter, StepHooks
 from plumbline.worker.timing.stopwatch import Stopwatch
 
 _current: Job | None = None

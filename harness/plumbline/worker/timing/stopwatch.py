@@ -21,7 +21,7 @@ from torch.optim.optimizer import Optimizer
 from plumbline.evidence.timing import Chunk, RankTiming, Round
 from plumbline.evidence.trace import RankTrace
 from plumbline.worker.assignment import Assignment
-from plumbline.worker.step_hooks import StepCounter, StepHooks
+from plumbline.worker.recorder.recorder import StepCounter, StepHooks
 from plumbline.worker.timing.counted_step import ExecutedFlops, TensorBytes
 from plumbline.worker.timing.devices import begin_on_core, clock_of, keep_freed_memory, memory_of
 from plumbline.worker.timing.pipeline_chunks import PipelineChunks
