@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +21,7 @@ from plumbline.judge.checks.launch import details, launch, with_hung_ranks
 from plumbline.judge.consequences import RULES, Rule, mark_consequences
 from plumbline.judge.findings import Vacuous
 from plumbline.judge.hypothesis import explain
+from plumbline.judge.oracle.noise import is_finite, length
 from plumbline.judge.trace_analysis import TraceAnalysis
 
 BY_STEP, OVER_ALL = ("gradients", "update", "training"), ("buffers", "metrics", "checkpoint")
@@ -93,11 +96,23 @@ def _is_of_numbers(finding: Finding) -> bool:
 
 
 def _diverged_at(analysis: TraceAnalysis) -> int | None:
-    """Return the first step at which numbers are out of range; None if there is none or the evidence cannot tell."""
-    try:
-        return analysis.diverged_at
-    except Exception:  # nothing can be computed from this evidence: the checks have reported that
-        return None
+    """Return the first step at which one device's gradient, or the norm that clips it, is not finite either.
+
+    Both are computed at the subject's own weights. None if there is none, or if the loss is scaled: then overflows come
+    from the scale, and their steps are skipped.
+    """
+    with suppress(Exception):  # nothing can be computed from this evidence: the checks have reported that
+        oracle = analysis.cell_oracle
+        longest = math.sqrt(torch.finfo(oracle.dtype).max)  # clipping by a larger norm leaves zeros
+        for step in analysis.steps_taken:
+            if step.ranks[0].scale or not is_finite(step.ranks[0].before):
+                break
+            analysis.load_step(oracle, step)
+            if not is_finite(oracle.gradient(analysis.layouts[step.index])):
+                return step.index
+            if analysis.workload.clip_norm is not None and length(analysis.expected[step.index].raw) > longest:
+                return step.index
+    return None
 
 
 def _before(step: int, finding: Finding, until: TraceAnalysis) -> Finding:

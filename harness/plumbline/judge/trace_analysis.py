@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ from plumbline.judge.oracle.layout import (
     Epochs,
     Layout,
     contract_layout,
-    draws,
     one_device_layout,
     shuffled,
     single_batch_layout,
@@ -33,8 +31,6 @@ from plumbline.judge.oracle.noise import (
     NOISE_RUNS,
     NoiseScale,
     absolute_sum,
-    distance,
-    length,
     next_to_nothing,
     norm,
     nudged,
@@ -188,11 +184,6 @@ class TraceAnalysis(TrainingRecord):
         """Return the judged rank to which a recorded rank belongs: the reverse of ``holder``."""
         return next(index for index, ranks in enumerate(self.replicas) if rank in ranks) if self.is_staged else rank
 
-    def buffer_holder(self, index: int, name: str | None) -> int | None:
-        """Return the first rank that recorded a buffer at a step; None if none did."""
-        ranks = self.recorded_steps[index].ranks
-        return next((rank for rank, step in enumerate(ranks) if name in step.buffers), None)
-
     @cached_property
     def steps_taken(self) -> tuple[GlobalStep, ...]:
         """The steps that no rank skipped."""
@@ -264,9 +255,10 @@ class TraceAnalysis(TrainingRecord):
     @cached_property
     def layouts(self) -> dict[int, Layout]:
         """The layout of each step taken, by step index: which rank and device computed which samples."""
-        return {step.index: self._layout(step) for step in self.steps_taken}
+        return {step.index: self.layout(step) for step in self.steps_taken}
 
-    def _layout(self, step: GlobalStep) -> Layout:
+    def layout(self, step: GlobalStep) -> Layout:
+        """Return the layout of a step, also of a skipped one."""
         spread = self.cell.contract.devices_per_process(self.cell.topology)
         return contract_layout(with_unique_draws(step.ranks), spread, self.window)
 
@@ -322,15 +314,6 @@ class TraceAnalysis(TrainingRecord):
         return rounding_alone(contract, moved, names)
 
     @cached_property
-    def is_one_device(self) -> bool:
-        """Whether the contract is what one device computes, at every step, within thousands of float64's roundings."""
-        return all(
-            sum(distance(expected.contract[name], value) for name, value in expected.whole.items())
-            <= 1e-12 * sum(map(norm, expected.whole.values()))
-            for expected in self.expected.values()
-        )
-
-    @cached_property
     def noise(self) -> NoiseScale:
         """Noise of the gradient: the contract in the cell's precision on one device, in several orders of summation.
 
@@ -363,47 +346,10 @@ class TraceAnalysis(TrainingRecord):
                     noise.add(measured, left(self.oracle.gradient(layout)), expected.units, repeated=True)
         return noise
 
-    @cached_property
-    def diverged_at(self) -> int | None:
-        """The first step at which one device's gradient, or the norm that clips it, is not finite either.
-
-        Both are computed at the subject's own weights. None if there is none, or if the loss is scaled: then overflows
-        come from the scale, and their steps are skipped.
-        """
-        for step in self.steps_taken:
-            if step.ranks[0].scale or not _is_finite(step.ranks[0].before):
-                break
-            self.load_step(self.cell_oracle, step)
-            if not _is_finite(self.cell_oracle.gradient(self.layouts[step.index])) or self._overflows_its_norm(step):
-                return step.index
-        return None
-
-    def _overflows_its_norm(self, step: GlobalStep) -> bool:
-        """Say whether clipping leaves zeros, because the squared norm is out of range in the cell's precision."""
-        longest = math.sqrt(torch.finfo(self.cell_oracle.dtype).max)
-        return self.workload.clip_norm is not None and length(self.expected[step.index].raw) > longest
-
-    def may_overflow(self, step: GlobalStep) -> bool:
-        """Say whether a right trainer's gradient may overflow at a step, in the cell's precision and at its loss scale.
-
-        If a trainer divides after the backward, its gradient can be one device's times the number of samples in the
-        step, and the order of summation can double an intermediate sum.
-        """
-        layout = self._layout(step)
-        scale = (step.ranks[0].scale or 1.0) * 2 * len(draws(layout))
-        self.load_step(self.cell_oracle, step)
-        parts = self.cell_oracle.group_gradients(layout, scale)
-        return not all(_is_finite(part) for groups in parts for part in groups)
-
     @property
     def limit(self) -> float:
         """The limit for a correct trainer's gradient, in × noise."""
         return self.noise.limit
-
-    def tolerated(self, step: GlobalStep) -> dict[str, float]:
-        """Return the error with which each tensor of a step's gradient is still called right."""
-        units = self.expected[step.index].units
-        return {name: self.limit * self.noise.at(name, unit) for name, unit in units.items()}
 
     @cached_property
     def exact(self) -> bool:
@@ -438,10 +384,6 @@ def differing(steps: Iterable[GlobalStep], pick: str) -> Iterator[tuple[GlobalSt
 def _side_by_side(trace: Trace) -> tuple[GlobalStep, ...]:
     columns = zip(*(rank.steps for rank in trace.ranks), strict=False)
     return tuple(GlobalStep(index, steps) for index, steps in enumerate(columns))
-
-
-def _is_finite(tensors: Tensors) -> bool:
-    return all(bool(value.isfinite().all()) for value in tensors.values())
 
 
 def _shares(parts: Sequence[Sequence[Tensors]], name: str) -> Iterable[Tensor]:

@@ -38,10 +38,6 @@ class Counterfactuals:
         self.found_on_the_way: dict[bool, tuple[tuple[str, ...], float]] = {}
         """The layers and the factor that explained an earlier step's gradient; the key tells if it was lost there."""
 
-    def layout(self, index: int) -> Layout:
-        """Return which samples each group and device computed at a step."""
-        return self.analysis.layouts[index]
-
     @contextmanager
     def at(self, index: int) -> Iterator[Oracle]:
         """Yield the oracle with the weights and the buffers that rank 0 had before the step."""
@@ -63,13 +59,14 @@ class Counterfactuals:
         """Return a parameter's gradient through each single layer that uses it, in the model's order of layers."""
         with self.at(index) as oracle:
             return [
-                mean_gradient(oracle.group_gradients(self.layout(index)))[name] for _ in oracle.used_by_one_layer(name)
+                mean_gradient(oracle.group_gradients(self.analysis.layouts[index]))[name]
+                for _ in oracle.used_by_one_layer(name)
             ]
 
     def passes(self, index: int) -> list[Tensors]:
         """Return the gradient of each optimizer's backward at a step, for all parameters; usually there is one."""
         with self.at(index) as oracle:
-            return [mean_gradient(parts) for parts in oracle.passes(self.layout(index))]
+            return [mean_gradient(parts) for parts in oracle.passes(self.analysis.layouts[index])]
 
     @property
     def steps_per_epoch(self) -> int:
@@ -95,7 +92,7 @@ class Counterfactuals:
     def each_sample(self, index: int) -> list[Tensors]:
         """Return the gradient of each sample of the step alone; empty if the model needs several samples."""
         try:
-            (parts,) = self.parts(index, (tuple(((i,),) for i in draws(self.layout(index))),))
+            (parts,) = self.parts(index, (tuple(((i,),) for i in draws(self.analysis.layouts[index])),))
         except ValueError:  # a layer that needs more than one sample
             return []
         return parts
@@ -110,7 +107,9 @@ class Counterfactuals:
         with self.at(index) as oracle:
             parameters = list(oracle.trained.values())
             size = sum(parameter.numel() for parameter in parameters)
-            for share in (share for groups in self.layout(index) for group in groups for share in group if share):
+            for share in (
+                share for groups in self.analysis.layouts[index] for group in groups for share in group if share
+            ):
                 outputs = oracle.forward(share)
                 if not isinstance(outputs, torch.Tensor) or len(rows) + outputs.numel() >= size:
                     return None
@@ -138,7 +137,7 @@ class Counterfactuals:
             data = oracle.data
             oracle.data = Columns({**data.columns, name: column})
             try:
-                return mean_gradient(oracle.group_gradients(self.layout(index)))
+                return mean_gradient(oracle.group_gradients(self.analysis.layouts[index]))
             finally:
                 oracle.data = data
 
@@ -147,7 +146,7 @@ class Counterfactuals:
         with self.at(index) as oracle:
             before = self.analysis.steps[index].ranks[0].before
             oracle.load({name: value * factor if name in names else value for name, value in before.items()})
-            return mean_gradient(oracle.group_gradients(self.layout(index)))
+            return mean_gradient(oracle.group_gradients(self.analysis.layouts[index]))
 
     def with_gradient_scaled(self, index: int, layers: Collection[str], factor: float) -> Tensors:
         """Return the step's gradient if the backward multiplies the gradient at some layers' outputs by ``factor``."""
@@ -158,7 +157,7 @@ class Counterfactuals:
         with self.at(index) as oracle:
             handles = [oracle.model.get_submodule(name).register_forward_hook(scale) for name in layers]
             try:
-                return mean_gradient(oracle.group_gradients(self.layout(index)))
+                return mean_gradient(oracle.group_gradients(self.analysis.layouts[index]))
             finally:
                 for handle in handles:
                     handle.remove()
@@ -169,7 +168,7 @@ class Counterfactuals:
         Yields nothing if the model has no such embedding.
         """
         with self.at(index) as oracle, _renumbered(oracle.model, renumber) as done:
-            gradient = mean_gradient(oracle.group_gradients(self.layout(index)))
+            gradient = mean_gradient(oracle.group_gradients(self.analysis.layouts[index]))
         if done:
             yield gradient
 
@@ -183,9 +182,6 @@ class Counterfactuals:
         # Both sides are float64: smaller differences than one part in a million are rounding.
         return fitted is not None and total_distance(fitted, right) > 1e-6 * length(right)
 
-    def held_out(self, oracle: Oracle) -> Columns:
-        return oracle.held_out
-
     def in_precision(self, index: int, precision: Precision) -> Tensors:
         return self._gradient(index, Oracle(self.workload, self.cell.topology.devices, precision))
 
@@ -193,7 +189,7 @@ class Counterfactuals:
         """Yield the step's gradient if a CUDA device computes products in TF32, for each way to round to it."""
         for rounded in (truncated, nearest):
             with self.at(index) as oracle, ProductsInTf32(rounded):
-                yield oracle.gradient(self.layout(index))
+                yield oracle.gradient(self.analysis.layouts[index])
 
     def with_loss_in(self, index: int, dtype: torch.dtype) -> Iterator[Tensors]:
         """Yield the step's gradient if the model's outputs are cast to ``dtype`` before the loss is computed.
@@ -201,12 +197,12 @@ class Counterfactuals:
         With several micro-batches, each loss is divided by their number either in that precision or later.
         """
         oracle = Oracle(self.workload, self.cell.topology.devices, self.cell.arithmetic, dtype)
-        for divisor in sorted({1, len(self.layout(index))}):
+        for divisor in sorted({1, len(self.analysis.layouts[index])}):
             yield self._gradient(index, oracle, 1 / divisor)
 
     def _gradient(self, index: int, oracle: Oracle, scale: float = 1.0) -> Tensors:
         self.analysis.load_step(oracle, self.analysis.steps[index])
-        return oracle.gradient(self.layout(index), scale)
+        return oracle.gradient(self.analysis.layouts[index], scale)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from plumbline.evidence.trace import Block, Step, Tensors, block_index
+from plumbline.evidence.trace import Block, Tensors, block_index
 from plumbline.judge.causes.oracle_gradient_case import OracleGradientCase
 from plumbline.judge.oracle.noise import distance
 from plumbline.judge.oracle.oracle import mean_gradient
@@ -28,14 +28,9 @@ class HeldParts:
     case: OracleGradientCase
 
     @cached_property
-    def members(self) -> dict[int, Step]:
-        """The recorded step of each rank that sees the samples of the case, by rank."""
-        return self.case.counterfactuals.analysis.recorded_together(self.case.index, self.case.rank)
-
-    @cached_property
     def first(self) -> int:
-        """The first member, which is the one judged."""
-        return next(iter(self.members))
+        """The first of the ranks that see the samples of the case, which is the one judged."""
+        return next(iter(self.case.recorded))
 
     @cached_property
     def siblings(self) -> tuple[int, ...]:
@@ -103,10 +98,10 @@ class HeldParts:
         return made
 
     def unlike(self) -> Iterator[tuple[str, Tensor, list[Tensor]]]:
-        """Yield the tensors that members hold whole with different gradients: name, the first's and the others'."""
+        """Yield whole tensors whose gradients differ between ranks of the same samples: name, first's, others'."""
         analysis = self.case.counterfactuals.analysis
         for name, right in self.case.expected.contract.items():
-            held = [step for step in self.members.values() if name in step.before]
+            held = [step for step in self.case.recorded.values() if name in step.before]
             if len(held) < 2:
                 continue
             first, *others = [step.gradients.get(name, torch.zeros_like(right)).double() for step in held]

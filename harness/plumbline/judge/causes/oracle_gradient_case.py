@@ -15,7 +15,8 @@ from plumbline.judge.causes.combinations import added, common_factor, factor_bet
 from plumbline.judge.causes.counterfactuals import Counterfactuals, Parts
 from plumbline.judge.causes.stage_pattern import HeldParameters, StagePattern, names_in_words, ranks_in_words
 from plumbline.judge.hypothesis import Hypothesis, Match
-from plumbline.judge.oracle.noise import distance, in_noise, length, norm
+from plumbline.judge.oracle.layout import Layout
+from plumbline.judge.oracle.noise import distance, in_noise, is_finite, length, norm
 from plumbline.judge.oracle.oracle import clipped
 from plumbline.judge.trace_analysis import ExpectedGradients, same
 from plumbline.judge.truth import Combination, GradientCase, SomeParameters, Weight
@@ -126,7 +127,11 @@ class OracleGradientCase(GradientCase):
         if isinstance(prediction, SomeParameters):
             yield from self.with_nearer(self.value(prediction.combination))
         else:
-            yield clipped(self.value(prediction), self.clip_norm)
+            yield self.clipped(self.value(prediction))
+
+    def clipped(self, gradient: Tensors) -> Tensors:
+        """Return a gradient as the workload clips it."""
+        return clipped(gradient, self.clip_norm)
 
     def value(self, combination: Combination) -> Tensors:
         """Return a combination of the right shares, before it is clipped."""
@@ -162,6 +167,11 @@ class OracleGradientCase(GradientCase):
     def recorded(self) -> dict[int, Step]:
         """The recorded step, by rank, of each of the ranks that hold this model together."""
         return self.counterfactuals.analysis.recorded_together(self.index, self.rank)
+
+    @property
+    def layout(self) -> Layout:
+        """Which samples each group and device computed at this step."""
+        return self.counterfactuals.analysis.layouts[self.index]
 
     @property
     def batch_parts(self) -> int:
@@ -241,7 +251,7 @@ class OracleGradientCase(GradientCase):
             and distance(self.observed[name], factor * value) < distance(self.observed[name], factor * right[name])
         }
         if 0 < len(nearer) < len(right):
-            yield clipped({**right, **nearer}, self.clip_norm)
+            yield self.clipped({**right, **nearer})
             if self.clip_norm is not None:  # or it happened after the clipping
                 yield {**self.expected.contract, **nearer}
 
@@ -262,12 +272,12 @@ class OracleGradientCase(GradientCase):
                 same(one.before, {name: self.step.before[name] for name in one.before})
                 for one in self.recorded.values()
             )
-            and all(bool(value.isfinite().all()) for value in weights.values())
+            and is_finite(weights)
         )
 
     @property
     def is_finite(self) -> bool:
-        return all(bool(value.isfinite().all()) for value in self.observed.values())
+        return is_finite(self.observed)
 
     def own_parts(self, rank: int) -> Parts:
         """Return one rank's own part of each micro-batch in which it has one."""
@@ -349,6 +359,6 @@ def multiplied(
 
     def predict(case: OracleGradientCase) -> Iterator[Tensors]:
         for factor in factors(case):
-            yield clipped(scaled(factor, case.expected.raw), case.clip_norm)
+            yield case.clipped(scaled(factor, case.expected.raw))
 
     return predict

@@ -14,7 +14,7 @@ from plumbline.evidence.trace import Step, Tensors
 from plumbline.judge.causes.shared_memory import SHARED_MEMORY
 from plumbline.judge.causes.stage_pattern import HeldParameters, names_in_words
 from plumbline.judge.hypothesis import CountedCase, Hypothesis, Match, TraceCase, holds, register
-from plumbline.judge.oracle.noise import norm
+from plumbline.judge.oracle.noise import is_finite, norm
 from plumbline.judge.oracle.oracle import Oracle
 from plumbline.judge.trace_analysis import TraceAnalysis
 from plumbline.judge.update_replay import weights_after
@@ -91,7 +91,7 @@ class SubjectUpdateCase(TraceCase, UpdateCase):
 
     @property
     def is_finite(self) -> bool:
-        return all(bool(value.isfinite().all()) for value in self.step.gradients.values())
+        return is_finite(self.step.gradients)
 
     @property
     def names(self) -> list[str]:

@@ -42,7 +42,7 @@ def buffers(analysis: TraceAnalysis) -> Finding | None:
                 return not_broadcast(names, len(first), rank, hint, step=global_step.index)
     worst = _nearest(_errors_by_way(analysis, [0]))
     if worst.step:
-        holder = analysis.buffer_holder(worst.step - 1, worst.parameter) if analysis.is_staged else None
+        holder = _holder(analysis, worst.step - 1, worst.parameter) if analysis.is_staged else None
         worst = replace(worst, rank=holder)
     if worst.x_noise <= limit() and analysis.is_staged and (found := _begun_otherwise(analysis)) is not None:
         return found
@@ -79,10 +79,16 @@ def not_broadcast(
     )
 
 
+def _holder(analysis: TraceAnalysis, index: int, name: str | None) -> int | None:
+    """Return the first rank that recorded a buffer at a step; None if none did."""
+    ranks = analysis.recorded_steps[index].ranks
+    return next((rank for rank, step in enumerate(ranks) if name in step.buffers), None)
+
+
 def _begun_otherwise(analysis: TraceAnalysis) -> Finding | None:
     job = analysis.workload.model(analysis.cell_oracle.dtype)
     for name, right in job.named_buffers():
-        rank = analysis.buffer_holder(0, name)
+        rank = _holder(analysis, 0, name)
         found = None if rank is None else analysis.steps[0].ranks[0].buffers[name]
         if found is not None and not torch.equal(found, right.to(found.dtype)):
             return failed(

@@ -77,6 +77,10 @@ def length(tensors: Tensors) -> float:
     return math.hypot(*map(norm, tensors.values()))
 
 
+def is_finite(tensors: Tensors) -> bool:
+    return all(bool(value.isfinite().all()) for value in tensors.values())
+
+
 def distance(left: Tensor, right: Tensor) -> float:
     """Return the 2-norm of the difference; infinite if either has an entry that is not finite."""
     value = norm(left.double() - right.double())

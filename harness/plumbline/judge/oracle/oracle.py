@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 from plumbline.core.precision import Precision
 from plumbline.evidence.trace import Step, Tensors
 from plumbline.judge.oracle.layout import Group, Layout, Share, sample_of
+from plumbline.judge.oracle.noise import is_finite
 from plumbline.workloads import Batch, Columns, Workload
 
 
@@ -200,7 +201,7 @@ class Oracle:
         """
         scale /= len(layout) if scale > 1 else 1
         gradient = mean_gradient(self.group_gradients(layout, scale))
-        while scale > 1 and not all(bool(value.isfinite().all()) for value in gradient.values()):
+        while scale > 1 and not is_finite(gradient):
             scale /= 2
             gradient = mean_gradient(self.group_gradients(layout, scale))
         return {k: v.double() for k, v in self.clipped(gradient).items()}

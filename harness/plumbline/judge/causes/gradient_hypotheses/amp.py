@@ -11,8 +11,8 @@ from plumbline.core.precision import PRECISIONS, Precision
 from plumbline.judge.causes.combinations import scaled, total_distance
 from plumbline.judge.causes.oracle_gradient_case import GradientHypothesis, Gradients, OracleGradientCase
 from plumbline.judge.hypothesis import Match, register
-from plumbline.judge.oracle.noise import absolute_sum, distance, length, limit, norm
-from plumbline.judge.oracle.oracle import Oracle, clipped, mean_gradient
+from plumbline.judge.oracle.noise import absolute_sum, distance, is_finite, length, limit, norm
+from plumbline.judge.oracle.oracle import Oracle, mean_gradient
 
 ROUGH = 10.0
 """Rounding to 16 bits makes errors larger than 1 / ROUGH of half a unit in the last place: their root mean square is
@@ -52,9 +52,9 @@ def _infinities_zeroed(case: OracleGradientCase) -> Gradients:
         return
     oracle = Oracle(counterfactuals.workload, counterfactuals.cell.topology.devices, counterfactuals.cell.arithmetic)
     oracle.load(case.ranks[0].before)
-    rough = oracle.group_gradients(counterfactuals.layout(case.index), case.step.scale or FIRST_SCALE)
+    rough = oracle.group_gradients(case.layout, case.step.scale or FIRST_SCALE)
     every = mean_gradient(rough)
-    if all(bool(value.isfinite().all()) for value in every.values()):
+    if is_finite(every):
         return
     yield {name: torch.where(every[name].isfinite(), value, 0) for name, value in case.expected.contract.items()}
     # Or left out before the average: the shares that overflowed count as zero.
@@ -65,7 +65,7 @@ def _infinities_zeroed(case: OracleGradientCase) -> Gradients:
         ]
         for m, groups in enumerate(case.expected.parts)
     ]
-    yield clipped(mean_gradient(finite), case.clip_norm)
+    yield case.clipped(mean_gradient(finite))
 
 
 def _rounded(case: OracleGradientCase) -> Gradients:
@@ -118,7 +118,7 @@ def _rounded_inputs(case: OracleGradientCase) -> Gradients:
     for name, column in counterfactuals.analysis.oracle.data.columns.items():
         for dtype in (torch.bfloat16, torch.float16) if column.is_floating_point() else ():
             rounded = column.to(dtype).to(column.dtype)
-            yield from case.if_wrong(clipped(counterfactuals.with_column(case.index, name, rounded), case.clip_norm))
+            yield from case.if_wrong(case.clipped(counterfactuals.with_column(case.index, name, rounded)))
 
 
 def _lower_precision(case: OracleGradientCase) -> Gradients:

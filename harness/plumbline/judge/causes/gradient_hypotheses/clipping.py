@@ -24,23 +24,19 @@ def _before_unscaling(case: OracleGradientCase) -> Gradients:
 
 def _before_averaging(case: OracleGradientCase) -> Gradients:
     if case.clip_norm is not None and case.world > 1:
-        ranks = [
-            clipped(mean_gradient(own), case.clip_norm) for rank in range(case.world) if (own := case.own_parts(rank))
-        ]
+        ranks = [case.clipped(mean_gradient(own)) for rank in range(case.world) if (own := case.own_parts(rank))]
         yield mean_gradient([ranks])
 
 
 def _every_micro_batch(case: OracleGradientCase) -> Gradients:
     if case.clip_norm is not None and case.micro_batches > 1:
-        yield mean_gradient([[clipped(mean_gradient([groups]), case.clip_norm)] for groups in case.expected.parts])
-        yield mean_gradient([[clipped(part, case.clip_norm) for part in groups] for groups in case.expected.parts])
+        yield mean_gradient([[case.clipped(mean_gradient([groups]))] for groups in case.expected.parts])
+        yield mean_gradient([[case.clipped(part) for part in groups] for groups in case.expected.parts])
 
 
 def _tensor_by_tensor(case: OracleGradientCase) -> Gradients:
     if case.clip_norm is not None:
-        yield {
-            name: value for n, v in case.expected.raw.items() for name, value in clipped({n: v}, case.clip_norm).items()
-        }
+        yield {name: value for n, v in case.expected.raw.items() for name, value in case.clipped({n: v}).items()}
 
 
 def _by_value(case: OracleGradientCase) -> Gradients:

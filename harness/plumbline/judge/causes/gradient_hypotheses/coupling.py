@@ -14,7 +14,7 @@ from plumbline.judge.causes.combinations import scaled
 from plumbline.judge.causes.oracle_gradient_case import GradientHypothesis, Gradients, OracleGradientCase
 from plumbline.judge.hypothesis import Match, register
 from plumbline.judge.oracle.layout import Layout
-from plumbline.judge.oracle.oracle import Oracle, clipped, mean_gradient
+from plumbline.judge.oracle.oracle import Oracle, mean_gradient
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 
@@ -35,17 +35,17 @@ def _each_share_alone(layout: Layout) -> Layout:
 
 
 def _each_device_alone(case: OracleGradientCase) -> Gradients:
-    layout = case.counterfactuals.layout(case.index)
+    layout = case.layout
     if _each_share_alone(layout) != layout:
-        yield clipped(mean_gradient(case.counterfactuals.parts(case.index, _each_share_alone(layout))), case.clip_norm)
+        yield case.clipped(mean_gradient(case.counterfactuals.parts(case.index, _each_share_alone(layout))))
 
 
 def _each_forward_alone(case: OracleGradientCase) -> Gradients:
     groups = tuple(
         (forward,) for step in case.ranks for micro in step.micro_batches for forward in micro.forwards if forward
     )
-    if len(groups) > sum(map(len, case.counterfactuals.layout(case.index))):
-        yield clipped(mean_gradient(case.counterfactuals.parts(case.index, (groups,))), case.clip_norm)
+    if len(groups) > sum(map(len, case.layout)):
+        yield case.clipped(mean_gradient(case.counterfactuals.parts(case.index, (groups,))))
 
 
 def _coupled(predict: Any, wanted: bool) -> Any:
@@ -61,18 +61,17 @@ def _coupled(predict: Any, wanted: bool) -> Any:
 def _in_evaluation(case: OracleGradientCase) -> Gradients:
     with case.counterfactuals.at(case.index) as oracle:
         oracle.model.eval()
-        evaluated = oracle.group_gradients(case.counterfactuals.layout(case.index))
+        evaluated = oracle.group_gradients(case.layout)
     world = max(map(len, evaluated))
     for chosen in itertools.product((True, False), repeat=min(world, 4)):
         if any(chosen):
-            yield clipped(
+            yield case.clipped(
                 mean_gradient(
                     [
                         [eval_mode[g] if chosen[g % len(chosen)] else train_mode[g] for g in range(len(eval_mode))]
                         for eval_mode, train_mode in zip(evaluated, case.expected.parts, strict=True)
                     ]
-                ),
-                case.clip_norm,
+                )
             )
 
 
@@ -164,7 +163,7 @@ def _normalised_by(how: Any, oracle: Oracle, sizes: list[int]) -> Iterator[None]
 
 
 def _shared_statistics(case: OracleGradientCase) -> Gradients:
-    layout = case.counterfactuals.layout(case.index)
+    layout = case.layout
     if case.world == 1 or len(layout) > 1:
         return
     sizes = [sum(map(len, group)) for group in layout[0]]
@@ -174,7 +173,7 @@ def _shared_statistics(case: OracleGradientCase) -> Gradients:
             return
         for how in (_constants, _LocalBackward.apply, _own_part):
             with _normalised_by(how, oracle, sizes), suppress(_UnevenSamples):
-                yield clipped(mean_gradient(oracle.group_gradients(whole_batch)), case.clip_norm)
+                yield case.clipped(mean_gradient(oracle.group_gradients(whole_batch)))
 
 
 def _coupled_otherwise(case: OracleGradientCase) -> Gradients:

@@ -13,20 +13,18 @@ from plumbline.judge.causes.oracle_gradient_case import GradientHypothesis, Grad
 from plumbline.judge.hypothesis import Match, register
 from plumbline.judge.oracle.layout import Layout, Share, sample_of, samples
 from plumbline.judge.oracle.noise import norm
-from plumbline.judge.oracle.oracle import Oracle, clipped, mean_gradient
+from plumbline.judge.oracle.oracle import Oracle, mean_gradient
 
 
 def _held_out(case: OracleGradientCase) -> Gradients:
-    counterfactuals = case.counterfactuals
-    layout = counterfactuals.layout(case.index)
-    with counterfactuals.at(case.index) as oracle:
-        training, held_out = oracle.data, counterfactuals.held_out(oracle)
-        if max(samples(layout), default=0) >= len(held_out):
+    with case.counterfactuals.at(case.index) as oracle:
+        training, held_out = oracle.data, oracle.held_out
+        if max(samples(case.layout), default=0) >= len(held_out):
             return
         oracle.data = held_out
-        parts = oracle.group_gradients(layout)
+        parts = oracle.group_gradients(case.layout)
         oracle.data = training
-    yield clipped(mean_gradient(parts), case.clip_norm)
+    yield case.clipped(mean_gradient(parts))
 
 
 def _of_other_samples(case: OracleGradientCase) -> Gradients:
@@ -35,7 +33,7 @@ def _of_other_samples(case: OracleGradientCase) -> Gradients:
     These are neighbours in the batch, the next rank's samples, or the samples of the rank's previous batch.
     """
     counterfactuals, index = case.counterfactuals, case.index
-    batches = _batches(counterfactuals.layout(index))
+    batches = _batches(case.layout)
     before = counterfactuals.analysis.layouts.get(index - 1)
     if case.is_staged or not batches:
         return
@@ -53,7 +51,7 @@ def _of_other_samples(case: OracleGradientCase) -> Gradients:
             for name in columns.keys() - {"index"} if own != found else ():
                 column = columns[name].clone()
                 column[own] = columns[name][found]
-                yield from case.if_wrong(clipped(counterfactuals.with_column(index, name, column), case.clip_norm))
+                yield from case.if_wrong(case.clipped(counterfactuals.with_column(index, name, column)))
 
 
 Batch = Sequence[Sequence[int]]
@@ -83,7 +81,7 @@ def partners(count: int) -> Iterator[tuple[int, ...]]:
 
 
 def _shares(case: OracleGradientCase) -> list[list[Share]]:
-    layout, size = case.counterfactuals.layout(case.index), case.batch_parts
+    layout, size = case.layout, case.batch_parts
     if size == 1 or len(layout) % size or any(len(groups) > 1 or len(groups[0]) > 1 for groups in layout):
         return []
     shares = [groups[0][0] for groups in layout]
@@ -101,7 +99,7 @@ def _other_targets(case: OracleGradientCase) -> Gradients:
                         made[share, other] = oracle.gradient_with_targets(share, other)
         pairs = [(share, own[place]) for own in batches for share, place in zip(own, partner, strict=True)]
         if all(pair in made for pair in pairs):
-            yield clipped(mean_gradient([[made[pair]] for pair in pairs]), case.clip_norm)
+            yield case.clipped(mean_gradient([[made[pair]] for pair in pairs]))
 
 
 def _other_activations(case: OracleGradientCase) -> Gradients:

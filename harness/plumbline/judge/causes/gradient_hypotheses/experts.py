@@ -86,7 +86,7 @@ def _columns_kept(layers: list[nn.Module], kept: Tensor) -> Iterator[None]:
 def _router_of_own_experts(case: OracleGradientCase) -> Gradients:
     """Predict that a row's gate of an expert has a gradient only if the row's rank holds the expert."""
     holders = {_number(name): rank for name, rank in own_experts(case).items()}
-    layout = case.counterfactuals.layout(case.index)
+    layout = case.layout
     if case.clip_norm is not None or None in holders or not holders or any(len(g) != case.world for g in layout):
         return
     with case.counterfactuals.at(case.index) as oracle:

@@ -14,7 +14,7 @@ from plumbline.judge.causes.held_parts import HeldParts, block_of, mean_over
 from plumbline.judge.causes.oracle_gradient_case import GradientHypothesis, Gradients, OracleGradientCase, multiplied
 from plumbline.judge.hypothesis import holds, register
 from plumbline.judge.oracle.noise import norm
-from plumbline.judge.oracle.oracle import clipped, mean_gradient
+from plumbline.judge.oracle.oracle import mean_gradient
 from plumbline.judge.truth import Combination, SomeParameters, Weight
 
 
@@ -35,7 +35,7 @@ def _partial_sums(case: OracleGradientCase) -> Gradients:
         return
     held = HeldParts(case)
     unlike = list(held.unlike())
-    for factor in (1, len(held.members)) if unlike else ():
+    for factor in (1, len(case.recorded)) if unlike else ():
         parts = {name: factor * case.expected.raw[name] - sum(others) for name, _, others in unlike}
         yield {**case.expected.raw, **parts}
 
@@ -141,7 +141,7 @@ def _parts_of_sequences(case: OracleGradientCase) -> Gradients:
             masks = [column & torch.isin(places, torch.cat(own)) for own in ranks if any(map(len, own))]
             if all(bool(mask.any()) for mask in masks):
                 parts = [case.counterfactuals.with_column(case.index, name, mask) for mask in masks]
-                yield clipped(mean(parts), case.clip_norm)
+                yield case.clipped(mean(parts))
 
 
 def _seams_missing(case: OracleGradientCase) -> Gradients:
@@ -153,14 +153,14 @@ def _seams_missing(case: OracleGradientCase) -> Gradients:
             mask[:, ends] = False
             if bool(mask.any()) and ends:
                 made = case.counterfactuals.with_column(case.index, name, mask)
-                yield from case.if_wrong(clipped(made, case.clip_norm))
+                yield from case.if_wrong(case.clipped(made))
 
 
 def _positions_again(case: OracleGradientCase) -> Gradients:
     for size in _sizes(case):
         for way in ("chunk", "tensor_split"):
             for gradient in case.counterfactuals.with_positions(case.index, _from_zero(way, size)):
-                yield clipped(gradient, case.clip_norm)
+                yield case.clipped(gradient)
 
 
 def _from_zero(way: str, count: int) -> Callable[[Tensor], Tensor]:
@@ -171,7 +171,7 @@ def _positions_of_other_places(case: OracleGradientCase) -> Gradients:
     """Predict that each rank numbers its pieces as one run: from zero, or as if it had one contiguous part."""
     for parts in ("from zero", "in order") if case.counterfactuals.cell.contract.sequence_pieces else ():
         for gradient in case.counterfactuals.with_positions(case.index, _in_one_run(case, parts == "from zero")):
-            yield clipped(gradient, case.clip_norm)
+            yield case.clipped(gradient)
 
 
 def _in_one_run(case: OracleGradientCase, from_zero: bool) -> Callable[[Tensor], Tensor]:

@@ -12,11 +12,11 @@ from plumbline.judge.causes.oracle_gradient_case import GradientHypothesis, Grad
 from plumbline.judge.hypothesis import register
 from plumbline.judge.oracle.layout import samples
 from plumbline.judge.oracle.noise import distance
-from plumbline.judge.oracle.oracle import clipped, mean_gradient
+from plumbline.judge.oracle.oracle import mean_gradient
 
 
 def _numbers_of_samples(case: OracleGradientCase) -> Iterator[float]:
-    layout = case.counterfactuals.layout(case.index)
+    layout = case.layout
     counts = {sum(map(len, group)) for groups in layout for group in groups} | {len(samples(layout))}
     for count in counts - {1}:
         yield from (count, 1 / count)
@@ -24,12 +24,12 @@ def _numbers_of_samples(case: OracleGradientCase) -> Iterator[float]:
 
 def _short_batch(case: OracleGradientCase) -> Gradients:
     workload, cell = case.counterfactuals.workload, case.counterfactuals.cell
-    layout = case.counterfactuals.layout(case.index)
+    layout = case.layout
     full = workload.global_batch_size(cell.topology.devices) / case.world
     sizes = [[sum(map(len, group)) for group in groups] for groups in layout]
     if any(size < full for groups in sizes for size in groups):
         weights = [size / full / len(groups) / len(sizes) for groups in sizes for size in groups]
-        yield clipped(weighted(case.shares, weights, case.expected.raw), case.clip_norm)
+        yield case.clipped(weighted(case.shares, weights, case.expected.raw))
 
 
 _constant = multiplied(lambda case: [case.pattern.factor] if case.pattern.factor > 0 else [])
@@ -84,7 +84,7 @@ def _weighted_in_some_tensors(case: OracleGradientCase) -> Gradients:
         parts = [{name: part[name] for name in odd if name in part} for part in ranks]
         fitted = fit(parts, {name: case.observed[name] / factor for name in odd}, odd)
         if fitted is not None:
-            yield clipped({**raw, **fitted}, case.clip_norm)
+            yield case.clipped({**raw, **fitted})
 
 
 def _another_loss(case: OracleGradientCase) -> Gradients:
@@ -99,12 +99,12 @@ def _mask_ignored(case: OracleGradientCase) -> Gradients:
     for name, column in case.counterfactuals.analysis.oracle.data.columns.items():
         if column.dtype == torch.bool and not bool(column.all()):
             counted = case.counterfactuals.with_column(case.index, name, torch.ones_like(column))
-            yield clipped(counted, case.clip_norm)
+            yield case.clipped(counted)
 
 
 def _mean_of_samples(case: OracleGradientCase) -> Gradients:
     if each := case.counterfactuals.each_sample(case.index):
-        yield clipped(mean(each), case.clip_norm)
+        yield case.clipped(mean(each))
 
 
 def _several_micro_batches(case: OracleGradientCase) -> list[Tensors]:

@@ -13,7 +13,7 @@ from plumbline.judge.hypothesis import Match, register
 from plumbline.judge.mistakes.accumulation import PREVIOUS_STEP_NOT_ZEROED
 from plumbline.judge.mistakes.synchronisation import LATE, only
 from plumbline.judge.oracle.noise import distance, length
-from plumbline.judge.oracle.oracle import clipped, mean_gradient
+from plumbline.judge.oracle.oracle import mean_gradient
 from plumbline.judge.truth import Combination, GradientMistake, SomeParameters
 
 
@@ -38,7 +38,7 @@ def _own_where_unused(case: OracleGradientCase) -> Gradients:
     # Where every step is wrong, unused parameters are not the reason.
     if not case.pattern.every_step:
         yield from case.predicted(SomeParameters(Combination(only({case.rank}, case.world))))
-        yield clipped(own, case.clip_norm)
+        yield case.clipped(own)
 
 
 def _stale_where_unused(case: OracleGradientCase) -> Gradients:
@@ -117,7 +117,7 @@ def _passes_left_in(case: OracleGradientCase) -> Gradients:
     """
     turns, count = case.step.turns, len(case.counterfactuals.parameters_of_optimizers())
     if count > 1 and not turns:
-        yield clipped(scaled(count, case.expected.raw), case.clip_norm)
+        yield case.clipped(scaled(count, case.expected.raw))
     if not turns or case.clip_norm is not None:
         return
     made = case.counterfactuals.passes(case.index)
@@ -144,7 +144,7 @@ def _absent(case: OracleGradientCase) -> Gradients:
     right, observed = case.expected.contract, case.step.gradients
     if any(name not in observed for name in right):
         yield {name: value for name, value in right.items() if name in observed}
-        yield clipped({name: value for name, value in case.expected.raw.items() if name in observed}, case.clip_norm)
+        yield case.clipped({name: value for name, value in case.expected.raw.items() if name in observed})
 
 
 register(

@@ -9,7 +9,6 @@ from plumbline.judge.causes.held_parts import HeldParts, block_of
 from plumbline.judge.causes.oracle_gradient_case import GradientHypothesis, Gradients, OracleGradientCase
 from plumbline.judge.hypothesis import register
 from plumbline.judge.oracle.noise import distance, norm
-from plumbline.judge.oracle.oracle import clipped
 
 MOST_COMPARED = 2**24
 """The largest number of pairs of entries to compare when searching for the origin of a run of entries."""
@@ -27,7 +26,7 @@ def _missing(case: OracleGradientCase) -> Gradients:
         for right in (case.expected.raw, case.expected.contract):
             zeros = {name: torch.zeros_like(value) for name, value in right.items()}
             parts = {rank: zeros if rank in without else right for rank in held.siblings}
-            yield clipped(held.assembled_blocks(parts, right), case.clip_norm)
+            yield case.clipped(held.assembled_blocks(parts, right))
 
 
 def _one_step_late(case: OracleGradientCase) -> Gradients:

@@ -16,7 +16,6 @@ from plumbline.judge.causes.held_parts import on_stages
 from plumbline.judge.causes.oracle_gradient_case import GradientHypothesis, Gradients, OracleGradientCase, multiplied
 from plumbline.judge.hypothesis import Match, register
 from plumbline.judge.oracle.noise import distance, length
-from plumbline.judge.oracle.oracle import clipped
 from plumbline.judge.truth import Combination
 
 
@@ -26,7 +25,7 @@ def _without_gradient(case: OracleGradientCase) -> Gradients:
             if any(bool(case.observed[name].any()) for name in names & case.observed.keys()):
                 continue
             rest = {n: torch.zeros_like(v) if n in names else v for n, v in case.expected.raw.items()}
-            yield clipped(rest, case.clip_norm)
+            yield case.clipped(rest)
             yield {n: torch.zeros_like(v) if n in names else v for n, v in case.expected.contract.items()}
 
 
@@ -35,13 +34,13 @@ def _tied_not_added(case: OracleGradientCase) -> Gradients:
     for name in case.shared:
         uses = case.counterfactuals.use_gradients(case.index, name)
         for kept in chain.from_iterable(combinations(uses, count) for count in range(1, len(uses))):
-            yield clipped({**case.expected.raw, name: torch.stack(kept).sum(0)}, case.clip_norm)
+            yield case.clipped({**case.expected.raw, name: torch.stack(kept).sum(0)})
 
 
 def _tied_scaled(case: OracleGradientCase) -> Gradients:
     for name, ranks in case.shared.items():
         for factor in (1 / len(ranks), len(ranks)):
-            yield clipped({**case.expected.raw, name: case.expected.raw[name] * factor}, case.clip_norm)
+            yield case.clipped({**case.expected.raw, name: case.expected.raw[name] * factor})
 
 
 def _stages_scaled(case: OracleGradientCase) -> Gradients:
@@ -82,7 +81,7 @@ def _divided_again(case: OracleGradientCase) -> Gradients:
 
 def _clipped_stage_by_stage(case: OracleGradientCase) -> Gradients:
     if case.clip_norm is not None and case.in_stages:
-        own = {rank: clipped(held, case.clip_norm) for rank, held in on_stages(case).items()}
+        own = {rank: case.clipped(held) for rank, held in on_stages(case).items()}
         yield {name: own[case.held.holders[name][0]][name] for name in case.expected.raw}
 
 
@@ -237,10 +236,10 @@ def _bias_again(case: OracleGradientCase) -> Gradients:
     for size in sorted(sizes):
         for names in _biases(case):
             made = case.counterfactuals.with_weights_scaled(case.index, names, size)
-            yield from case.if_wrong(clipped(made, case.clip_norm))
+            yield from case.if_wrong(case.clipped(made))
             for name in names:  # each rank's share of the sum has its own gradient, and all are added
                 made = {**made, name: made[name] * size}
-            yield from case.if_wrong(clipped(made, case.clip_norm))
+            yield from case.if_wrong(case.clipped(made))
 
 
 register(
