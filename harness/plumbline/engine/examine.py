@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import shutil
+import tempfile
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from plumbline.core.cell import Cell
@@ -10,10 +12,11 @@ from plumbline.core.errors import LaunchError, TraceError
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 from plumbline.core.training_behavior import TrainingBehavior
+from plumbline.evidence.read import RESUMED, SAVED
 from plumbline.evidence.trace import Trace
 from plumbline.judge.judge import judge
 from plumbline.judge.trace_analysis import TraceAnalysis
-from plumbline.launch.cell_launch import CellLaunch, Settings, behavior_of, start, with_interruption
+from plumbline.launch.cell_launch import CellLaunch, CheckpointRequest, Settings, behavior_of, start
 from plumbline.launch.pool import Pool
 from plumbline.launch.this_machine import devices_of
 from plumbline.machine.lease import shared_lease
@@ -46,7 +49,9 @@ def examine(pool: Pool, cell: Cell, folder: Path, settings: Settings) -> Examine
 def trace_of(launched: CellLaunch, cell: Cell) -> Trace:
     """Wait for a launch of ``cell`` and return its trace.
 
-    A workload with an interruption needs two more launches.
+    A workload with an interruption needs two more launches: one stops after some optimizer steps and saves a
+    checkpoint, another one resumes from it. An elastic training has a different number of devices before the
+    interruption. If a trace is incomplete, there are no further launches.
 
     Raises:
         LaunchError: the harness could not launch the ranks, or lost them.
@@ -54,9 +59,21 @@ def trace_of(launched: CellLaunch, cell: Cell) -> Trace:
     """
     workload = workload_of(cell)
     trace = launched.wait_for_trace()
-    if workload.interrupt_after is None:
+    if workload.interrupt_after is None or not trace.is_whole:
         return trace
-    return with_interruption(trace, launched, cell, workload.interrupt_after, elastic=workload.elastic)
+    # In the folder of the evidence, because every node can write there. It may contain code, so it is not kept.
+    checkpoint = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=launched.folder))
+
+    def again(trained: Cell, part: str, stop_after_step: int | None) -> Trace:
+        request = CheckpointRequest(checkpoint, stop_after_step)
+        return start(launched.pool, trained, launched.folder / part, launched.settings, request).wait_for_trace()
+
+    try:
+        saved = again(cell.resized if workload.elastic else cell, SAVED, workload.interrupt_after)
+        resumed = again(cell, RESUMED, None) if saved.is_whole else None
+    finally:
+        shutil.rmtree(checkpoint, ignore_errors=True)
+    return replace(trace, saved=saved, resumed=resumed)
 
 
 def verdict(trace: Trace, cell: Cell, behavior: TrainingBehavior) -> Examined:

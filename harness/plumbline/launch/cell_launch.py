@@ -1,11 +1,10 @@
-"""Launches a cell on a pool, once or with an interruption, and collects the trace."""
+"""Launches a cell on a pool, and collects the trace."""
 
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from plumbline.core.errors import LaunchError
 from plumbline.core.training_behavior import TrainingBehavior
 from plumbline.devices.counting import count
 from plumbline.devices.types import backend_of
-from plumbline.evidence.read import RESUMED, SAVED, read_rank, whole_tensors
+from plumbline.evidence.read import read_rank, whole_tensors
 from plumbline.evidence.tensor_store import FOLDER
 from plumbline.evidence.trace import STORE_ABOVE, Exit, RankTrace, Trace
 from plumbline.launch.exit_reason import explain, gather, take_so_far, without_unfinished
@@ -108,10 +107,6 @@ class CellLaunch:
             workload.interrupt_after or 0 if assignment.resume else 0
         )
 
-    def again(self, cell: Cell, part: str, checkpoint: CheckpointRequest) -> Trace:
-        """Train ``cell`` on the same pool, up to a checkpoint or from one; write evidence to the folder ``part``."""
-        return start(self.pool, cell, self.folder / part, self.settings, checkpoint).wait_for_trace()
-
 
 def start(
     pool: Pool,
@@ -166,25 +161,6 @@ def start(
 
 def launch(pool: Pool, cell: Cell, folder: Path, settings: Settings) -> Trace:
     return start(pool, cell, folder, settings).wait_for_trace()
-
-
-def with_interruption(trace: Trace, launched: CellLaunch, cell: Cell, after: int, *, elastic: bool) -> Trace:
-    """Add the traces of an interrupted training to the trace of an uninterrupted one.
-
-    One launch stops after ``after`` optimizer steps and saves a checkpoint; another launch resumes from it. An
-    ``elastic`` training has a different number of devices before the interruption. An incomplete trace is returned
-    without further launches. The checkpoint, which may contain code, is not kept.
-    """
-    if not trace.is_whole:
-        return trace
-    # The checkpoint lies in the folder of the evidence, because every node can write there.
-    folder = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=launched.folder))
-    try:
-        saved = launched.again(cell.resized if elastic else cell, SAVED, CheckpointRequest(folder, after))
-        resumed = launched.again(cell, RESUMED, CheckpointRequest(folder, None)) if saved.is_whole else None
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    return replace(trace, saved=saved, resumed=resumed)
 
 
 def behavior_of(pool: Pool, cell: Cell) -> TrainingBehavior:
