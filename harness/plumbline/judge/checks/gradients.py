@@ -375,7 +375,7 @@ OCCASIONS: dict[str, Callable[[OracleGradientCase], bool]] = {
     "from the second epoch on": lambda case: case.index >= case.counterfactuals.steps_per_epoch,
     "in every second step, starting with the first": lambda case: case.index % 2 == 0,
     "in every second step, starting with the second": lambda case: case.index % 2 == 1,
-    "after a skipped step": lambda case: case.counterfactuals.skipped_before(case.index),
+    "after a skipped step": lambda case: case.index > 0 and case.counterfactuals.analysis.steps[case.index - 1].skipped,
 }
 """Properties of a step that do not depend on its gradient, in words, the specific before the general."""
 

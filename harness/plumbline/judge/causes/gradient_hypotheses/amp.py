@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from plumbline.core.precision import PRECISIONS, Precision
+from plumbline.evidence.trace import Tensors
 from plumbline.judge.causes.combinations import scaled, total_distance
 from plumbline.judge.causes.oracle_gradient_case import GradientHypothesis, Gradients, OracleGradientCase
 from plumbline.judge.hypothesis import Match, register
@@ -121,6 +125,13 @@ def _rounded_inputs(case: OracleGradientCase) -> Gradients:
             yield from case.if_wrong(case.clipped(counterfactuals.with_column(case.index, name, rounded)))
 
 
+def _in_precision(case: OracleGradientCase, oracle: Oracle, scale: float = 1.0) -> Tensors:
+    """Return the step's gradient as an oracle of another precision computes it."""
+    analysis = case.counterfactuals.analysis
+    analysis.load_step(oracle, analysis.steps[case.index])
+    return oracle.gradient(case.layout, scale)
+
+
 def _lower_precision(case: OracleGradientCase) -> Gradients:
     """Match if the error has a lower precision's size, and the gradient is nearer to that precision's than to right.
 
@@ -129,13 +140,17 @@ def _lower_precision(case: OracleGradientCase) -> Gradients:
     prediction than from the right gradient. If all entries are float32 numbers, the gradient was computed in float32.
     If only the loss was computed in float32, each entry can be predicted.
     """
-    storage = case.counterfactuals.cell.arithmetic
-    if storage.storage == "float64":
-        yield from case.counterfactuals.with_loss_in(case.index, torch.float32)
+    workload, cell = case.counterfactuals.workload, case.counterfactuals.cell
+    devices = cell.topology.devices
+    if cell.arithmetic.storage == "float64":
+        # With several micro-batches, each loss is divided by their number either in float32 or later.
+        oracle = Oracle(workload, devices, cell.arithmetic, torch.float32)
+        for divisor in sorted({1, case.micro_batches}):
+            yield _in_precision(case, oracle, 1 / divisor)
     right = case.expected.contract
     error = total_distance(case.observed, right)
-    for precision in _below(storage):
-        computed = case.counterfactuals.in_precision(case.index, precision)
+    for precision in _below(cell.arithmetic):
+        computed = _in_precision(case, Oracle(workload, devices, precision))
         usual = total_distance(computed, right)
         # ``usual`` is one draw: a trainer's error in this precision is larger or smaller by a small factor.
         alike = usual > 0 and usual / limit(12) <= error <= usual * limit(12)
@@ -143,6 +158,57 @@ def _lower_precision(case: OracleGradientCase) -> Gradients:
             torch.equal(value.float().double(), value) for value in case.observed.values()
         )
         yield Match() if alike and (coarse or total_distance(case.observed, computed) < error) else computed
+
+
+_CUT = 23 - 10
+"""The number of mantissa bits that float32 has in addition to TF32's."""
+
+
+def _truncated(values: Tensor) -> Tensor:
+    """Return ``values`` as the tensor cores read them: the bits beyond TF32's are cut off."""
+    return _without_last_bits(values.float().view(torch.int32), values)
+
+
+def _nearest(values: Tensor) -> Tensor:
+    """Return ``values`` rounded to the nearest TF32 number."""
+    return _without_last_bits(values.float().view(torch.int32) + (1 << (_CUT - 1)), values)
+
+
+def _without_last_bits(bits: Tensor, values: Tensor) -> Tensor:
+    return (bits >> _CUT << _CUT).view(torch.float32).to(values.dtype)
+
+
+class _ProductsInTf32(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Rounds the factors of matrix products and convolutions, forward and backward; sums are not rounded.
+
+    CUDA devices can use TF32 for float32 tensors:
+    https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices
+    """
+
+    def __init__(self, rounded: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._rounded = rounded
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        factors = _FACTORS.get(func, ())
+        given = [self._rounded(one) if index in factors else one for index, one in enumerate(args)]
+        results = func(*given, **(kwargs or {}))
+        if func is torch.ops.aten.convolution_backward.default:
+            *others, bias = results
+            return *others, bias if bias is None else func(*args, **(kwargs or {}))[-1]  # a sum, no product
+        return results
+
+
+_FACTORS = {
+    torch.ops.aten.mm.default: (0, 1),
+    torch.ops.aten.addmm.default: (1, 2),
+    torch.ops.aten.bmm.default: (0, 1),
+    torch.ops.aten.baddbmm.default: (1, 2),
+    torch.ops.aten.convolution.default: (0, 1),
+    torch.ops.aten.convolution_backward.default: (0, 1, 2),
+}
 
 
 def _products_in_tf32(case: OracleGradientCase) -> Gradients:
@@ -154,7 +220,9 @@ def _products_in_tf32(case: OracleGradientCase) -> Gradients:
     if arithmetic.storage != "float32" or arithmetic.autocast is not None:
         return
     error = total_distance(case.observed, case.expected.contract)
-    for computed in case.counterfactuals.with_products_in_tf32(case.index):
+    for rounded in (_truncated, _nearest):
+        with case.counterfactuals.at(case.index) as oracle, _ProductsInTf32(rounded):
+            computed = oracle.gradient(case.layout)
         yield Match() if total_distance(case.observed, computed) < error / NEAR else computed
 
 

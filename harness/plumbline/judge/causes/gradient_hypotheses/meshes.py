@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import chain, combinations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from plumbline.judge.causes.combinations import clip_factor, mean, scaled
 from plumbline.judge.causes.held_parts import HeldParts, block_of, mean_over
@@ -156,11 +157,40 @@ def _seams_missing(case: OracleGradientCase) -> Gradients:
                 yield from case.if_wrong(case.clipped(made))
 
 
+@contextmanager
+def _renumbered(model: nn.Module, otherwise: Callable[[Tensor], Tensor]) -> Iterator[list[nn.Module]]:
+    """Give other numbers to the embeddings that get the positions 0, 1, ...; yield the embeddings found."""
+    found: list[nn.Module] = []
+
+    def renumber(layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor] | None:
+        (positions,) = args
+        every = torch.arange(positions.shape[-1] if positions.dim() else 0)
+        if not len(every) or not bool((positions == every).all()):
+            return None
+        found.append(layer)
+        return (otherwise(every).expand_as(positions),)
+
+    layers = [layer for layer in model.modules() if isinstance(layer, nn.Embedding)]
+    handles = [layer.register_forward_pre_hook(renumber) for layer in layers]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _with_positions(case: OracleGradientCase, renumber: Callable[[Tensor], Tensor]) -> Gradients:
+    """Predict that position embeddings number the positions 0, 1, ... in another way, if the model has any."""
+    with case.counterfactuals.at(case.index) as oracle, _renumbered(oracle.model, renumber) as done:
+        gradient = mean_gradient(oracle.group_gradients(case.layout))
+    if done:
+        yield case.clipped(gradient)
+
+
 def _positions_again(case: OracleGradientCase) -> Gradients:
     for size in _sizes(case):
         for way in ("chunk", "tensor_split"):
-            for gradient in case.counterfactuals.with_positions(case.index, _from_zero(way, size)):
-                yield case.clipped(gradient)
+            yield from _with_positions(case, _from_zero(way, size))
 
 
 def _from_zero(way: str, count: int) -> Callable[[Tensor], Tensor]:
@@ -170,8 +200,7 @@ def _from_zero(way: str, count: int) -> Callable[[Tensor], Tensor]:
 def _positions_of_other_places(case: OracleGradientCase) -> Gradients:
     """Predict that each rank numbers its pieces as one run: from zero, or as if it had one contiguous part."""
     for parts in ("from zero", "in order") if case.counterfactuals.cell.contract.sequence_pieces else ():
-        for gradient in case.counterfactuals.with_positions(case.index, _in_one_run(case, parts == "from zero")):
-            yield case.clipped(gradient)
+        yield from _with_positions(case, _in_one_run(case, parts == "from zero"))
 
 
 def _in_one_run(case: OracleGradientCase, from_zero: bool) -> Callable[[Tensor], Tensor]:

@@ -5,17 +5,19 @@ Gradients can be lost or scaled at a layer, or a bias is added too often.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain, combinations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from plumbline.evidence.trace import Tensors
 from plumbline.judge.causes.combinations import CONCLUSIVE, clip_factor, factor_between, scaled
 from plumbline.judge.causes.held_parts import on_stages
 from plumbline.judge.causes.oracle_gradient_case import GradientHypothesis, Gradients, OracleGradientCase, multiplied
 from plumbline.judge.hypothesis import Match, register
 from plumbline.judge.oracle.noise import distance, length
+from plumbline.judge.oracle.oracle import mean_gradient
 from plumbline.judge.truth import Combination
 
 
@@ -29,10 +31,16 @@ def _without_gradient(case: OracleGradientCase) -> Gradients:
             yield {n: torch.zeros_like(v) if n in names else v for n, v in case.expected.contract.items()}
 
 
+def _uses(case: OracleGradientCase, name: str) -> list[Tensor]:
+    """Return a parameter's gradient through each single layer that uses it, in the model's order of layers."""
+    with case.counterfactuals.at(case.index) as oracle:
+        return [mean_gradient(oracle.group_gradients(case.layout))[name] for _ in oracle.used_by_one_layer(name)]
+
+
 def _tied_not_added(case: OracleGradientCase) -> Gradients:
     """Predict that the gradient of a shared parameter includes only some of its uses, such as those on one rank."""
     for name in case.shared:
-        uses = case.counterfactuals.use_gradients(case.index, name)
+        uses = _uses(case, name)
         for kept in chain.from_iterable(combinations(uses, count) for count in range(1, len(uses))):
             yield case.clipped({**case.expected.raw, name: torch.stack(kept).sum(0)})
 
@@ -51,7 +59,7 @@ def _stages_scaled(case: OracleGradientCase) -> Gradients:
     total = {n: v * factors.get(case.held.holders[n][0], 1.0) for n, v in case.expected.raw.items()}
     yield total
     for name, ranks in case.shared.items():
-        uses = case.counterfactuals.use_gradients(case.index, name)
+        uses = _uses(case, name)
         if len(uses) == len(ranks):
             parts = [use * factors.get(rank, 1.0) for use, rank in zip(uses, ranks, strict=True)]
             total = {**total, name: torch.stack(parts).sum(0)}
@@ -196,6 +204,21 @@ def _numbers_of_ranks(case: OracleGradientCase) -> list[int]:
     return sorted({*mesh.shape, mesh.size} - {1})
 
 
+def _with_gradient_scaled(case: OracleGradientCase, layers: Collection[str], factor: float) -> Tensors:
+    """Return the step's gradient if the backward multiplies the gradient at some layers' outputs by ``factor``."""
+
+    def scale(layer: nn.Module, args: object, output: Tensor) -> Tensor:
+        return output.detach() + factor * (output - output.detach())
+
+    with case.counterfactuals.at(case.index) as oracle:
+        handles = [oracle.model.get_submodule(name).register_forward_hook(scale) for name in layers]
+        try:
+            return mean_gradient(oracle.group_gradients(case.layout))
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
 def _through(factors: Sequence[float] | None) -> Callable[[OracleGradientCase], Gradients]:
     """Return the prediction that the backward multiplies the gradient at a layer's outputs by one of these factors.
 
@@ -212,7 +235,7 @@ def _through(factors: Sequence[float] | None) -> Callable[[OracleGradientCase], 
         ways = [(layers, factor) for factor in tried for layers in _layers(model)]
         is_lost = factors is not None
         for way in [found[is_lost]] if is_lost in found else ways:
-            prediction = case.counterfactuals.with_gradient_scaled(case.index, *way)
+            prediction = _with_gradient_scaled(case, *way)
             if case.error(prediction) <= case.limit:
                 found.setdefault(is_lost, way)
             yield from case.if_wrong(prediction)
@@ -231,11 +254,13 @@ def _biases(case: OracleGradientCase) -> Iterator[tuple[str, ...]]:
 
 def _bias_again(case: OracleGradientCase) -> Gradients:
     """Predict that biases are added once for each rank that computes with the same samples."""
-    cell = case.counterfactuals.cell
+    cell, before = case.counterfactuals.cell, case.ranks[0].before
     sizes = {len(case.recorded), *_numbers_of_ranks(case)} - {1} if cell.contract.divides_layers else set()
     for size in sorted(sizes):
         for names in _biases(case):
-            made = case.counterfactuals.with_weights_scaled(case.index, names, size)
+            with case.counterfactuals.at(case.index) as oracle:
+                oracle.load({name: value * size if name in names else value for name, value in before.items()})
+                made = mean_gradient(oracle.group_gradients(case.layout))
             yield from case.if_wrong(case.clipped(made))
             for name in names:  # each rank's share of the sum has its own gradient, and all are added
                 made = {**made, name: made[name] * size}
