@@ -16,7 +16,7 @@ from rich.text import Text
 from plumbline.core.numbers import compact, counted
 from plumbline.report.tables import run_summary
 from plumbline.report.tables.cells import cell_table, counts_in_words, undeclared_in_words, unsupported
-from plumbline.report.tables.failures import LONGEST_EXAMPLE, in_one_line, mistakes, subject_causes
+from plumbline.report.tables.failures import as_sentence, mistakes, subject_causes
 from plumbline.report.tables.measured import EFFICIENCY, MEMORY, has_several_subjects, measured_cells
 from plumbline.report.tables.support import IN_A_WORD, ROW_COLUMNS, mark_columns, side_by_side, support_table
 from plumbline.report.text import in_words, printable
@@ -132,9 +132,8 @@ def _mistakes(run: Run) -> Iterator[Text]:
         yield Text(f"{counted(len(groups), 'mistake')} in {printable(subject)}:", style="bold red")
         for group in groups[:MOST_MISTAKES]:
             named = f"{group.title} ({group.family})" if group.family else group.title
-            told = in_one_line(group.findings[0], LONGEST_EXAMPLE)
-            told += "" if told.endswith((".", "?", "!")) else "."
-            yield Text(printable(f"- {named}, in {counted(len(group.findings), 'cell')}: {told}"))
+            told = f"in {counted(len(group.findings), 'cell')}: {as_sentence(group.findings[0])}"
+            yield Text(printable(f"- {named}, {told}"))
         if len(groups) > MOST_MISTAKES:
             yield Text(f"- and {len(groups) - MOST_MISTAKES} more, in report.html")
     for summary in subject_causes(run):

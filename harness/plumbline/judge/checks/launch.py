@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from plumbline.core.cell import Cell
 from plumbline.core.finding import Finding
+from plumbline.core.numbers import counted
 from plumbline.core.outcome import Outcome
 from plumbline.evidence.trace import Exit, Trace
 from plumbline.judge.causes.stage_pattern import ranks_in_words
@@ -40,7 +41,7 @@ def launch(trace: Trace, cell: Cell) -> Finding | None:
     present = [rank.rank for rank in trace.ranks]
     if present != list(range(cell.processes)):
         found = ranks_in_words(present) if present else "no rank"
-        message = f"{found} left a trace, but the cell has {cell.processes} rank{'s' * (cell.processes > 1)}"
+        message = f"{found} left a trace, but the cell has {counted(cell.processes, 'rank')}"
         return Finding("launch", Outcome.ERRORED, message)
     alone = [rank for rank in trace.ranks if rank.world_size != cell.processes]
     if alone:
@@ -108,7 +109,7 @@ def _progress(exit: Exit) -> tuple[bool, int]:
 
 def _ended_badly(outcome: Outcome, rank: int, trace: Trace) -> Finding:
     others = len(_ends(trace)) - 1
-    suffix = f" ({others} other rank{'s' * (others > 1)} failed as well)" if others > 0 else ""
+    suffix = f" ({counted(others, 'other rank')} failed as well)" if others > 0 else ""
     steps = {one.rank: len(one.steps) for one in trace.ranks}
     step = trace.exits[rank].step if rank in trace.exits else steps[rank]
     return Finding("launch", outcome, f"rank {rank}: {_ends(trace)[rank]}{suffix}", step=step, rank=rank)

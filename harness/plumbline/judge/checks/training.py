@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from plumbline.core.finding import Finding
+from plumbline.core.numbers import counted
 from plumbline.judge.causes.step_count import StepCountCase
 from plumbline.judge.findings import TwoWayComparison, Vacuous, failed, passed
 from plumbline.judge.full_training import FullTraining
@@ -47,10 +48,6 @@ def steps(analysis: TraceAnalysis) -> Finding:
         raise Vacuous("no optimizer step was taken on all ranks, so there is nothing to compare")
     for trace in analysis.recorded.ranks:
         if len(trace.steps) != expected:
-            message = f"{_counted(len(trace.steps))} instead of {expected}"
+            message = f"{counted(len(trace.steps), 'optimizer step')} instead of {expected}"
             return explain(failed("steps", message, family="data", rank=trace.rank), StepCountCase(analysis))
-    return passed("steps", f"{_counted(expected)} on every rank")
-
-
-def _counted(steps: int) -> str:
-    return f"{steps} optimizer step{'s' if steps != 1 else ''}"
+    return passed("steps", f"{counted(expected, 'optimizer step')} on every rank")

@@ -117,6 +117,11 @@ def in_one_line(result: Result, length: int = LONGEST_MESSAGE) -> str:
     return shortened(message_of(result).partition("\n")[0], length)
 
 
+def as_sentence(result: Result) -> str:
+    told = in_one_line(result, LONGEST_EXAMPLE)
+    return told if told.endswith((".", "?", "!")) else f"{told}."
+
+
 def as_consequence(result: Result) -> str:
     return f"consequence of {result.consequence_of}: {result.check}: {in_one_line(result, LONGEST_CONSEQUENCE)}"
 
@@ -177,9 +182,7 @@ class SubjectCauses:
         named = f"{name} ({family})" if family else name
         whole = "both failing cells" if self.wrong == 2 else f"all {self.wrong} failing cells"
         which = f"{len(self.explained)} of {self.wrong} failing cells" if self.others else whole
-        told = in_one_line(self.example, LONGEST_EXAMPLE)
-        told += "" if told.endswith((".", "?", "!")) else "."
-        sentences = [f"{self.subject}: {which} have the same cause, {named}: {told}"]
+        sentences = [f"{self.subject}: {which} have the same cause, {named}: {as_sentence(self.example)}"]
         if self.others:
             have = "has" if len(self.others) == 1 else "have"
             cause = f", {self.other_causes[0]}" if len(self.other_causes) == 1 else ""
