@@ -14,8 +14,7 @@ from torch import Tensor
 
 from plumbline.core.cell import Cell
 from plumbline.core.training_behavior import ORDINARY, TrainingBehavior
-from plumbline.evidence.trace import Step, Tensors, Trace
-from plumbline.evidence.trace import same as same
+from plumbline.evidence.trace import Step, Tensors, Trace, same
 from plumbline.evidence.training_record import StepRecord, TrainingRecord
 from plumbline.judge.oracle.dropout_masks import mask_shapes
 from plumbline.judge.oracle.layout import (

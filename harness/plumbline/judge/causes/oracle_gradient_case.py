@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 
 from plumbline.core.numbers import scale_text
-from plumbline.evidence.trace import Step, Tensors
+from plumbline.evidence.trace import Step, Tensors, same
 from plumbline.judge.causes.combinations import added, common_factor, factor_between, scaled, weighted
 from plumbline.judge.causes.counterfactuals import Counterfactuals, Parts
 from plumbline.judge.causes.stage_pattern import HeldParameters, StagePattern, names_in_words, ranks_in_words
@@ -18,7 +18,7 @@ from plumbline.judge.hypothesis import Hypothesis, Match
 from plumbline.judge.oracle.layout import Layout
 from plumbline.judge.oracle.noise import distance, in_noise, is_finite, length, norm
 from plumbline.judge.oracle.oracle import clipped
-from plumbline.judge.trace_analysis import ExpectedGradients, same
+from plumbline.judge.trace_analysis import ExpectedGradients
 from plumbline.judge.truth import Combination, GradientCase, SomeParameters, Weight
 
 

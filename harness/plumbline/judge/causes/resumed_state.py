@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from plumbline.core.numbers import counted
-from plumbline.evidence.trace import Tensors
+from plumbline.evidence.trace import Tensors, same
 from plumbline.judge.causes.stage_pattern import ranks_in_words
 from plumbline.judge.hypothesis import CountedCase, Hypothesis, Match, holds, register
 from plumbline.judge.interrupted_training import Interruption
-from plumbline.judge.trace_analysis import same
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,10 +14,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from plumbline.evidence.trace import RankTrace, Tensors
+from plumbline.evidence.trace import RankTrace, Tensors, same
 from plumbline.judge.hypothesis import Hypothesis, Match, TraceCase
 from plumbline.judge.oracle.oracle import Oracle
-from plumbline.judge.trace_analysis import TraceAnalysis, same
+from plumbline.judge.trace_analysis import TraceAnalysis
 from plumbline.judge.update_replay import weights_after
 
 _NEAR = 0.01

@@ -11,14 +11,14 @@ from typing import Literal
 import torch
 
 from plumbline.core.numbers import counted
-from plumbline.evidence.trace import Step, Tensors
+from plumbline.evidence.trace import Step, Tensors, same
 from plumbline.judge.causes.learning_rate import RATES_DIFFER
 from plumbline.judge.causes.shared_memory import SHARED_MEMORY
 from plumbline.judge.causes.stage_pattern import names_in_words
 from plumbline.judge.hypothesis import CountedCase, Hypothesis, Match, TraceCase, holds, register
 from plumbline.judge.oracle.noise import distance, norm
 from plumbline.judge.replicas import holders_of, with_tensors_of_all
-from plumbline.judge.trace_analysis import GlobalStep, TraceAnalysis, same
+from plumbline.judge.trace_analysis import GlobalStep, TraceAnalysis
 
 WeightHypothesis = Hypothesis[TraceCase, Match]
 

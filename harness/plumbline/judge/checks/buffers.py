@@ -13,12 +13,12 @@ import torch
 
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
-from plumbline.evidence.trace import Step, Tensors
+from plumbline.evidence.trace import Step, Tensors, same
 from plumbline.judge.findings import Vacuous, error_at, failed, failed_with_hint, from_deviation
 from plumbline.judge.oracle.layout import Share
 from plumbline.judge.oracle.noise import Deviation, distance, in_noise, larger, limit, nudged, rounding_unit
 from plumbline.judge.oracle.oracle import Oracle, turns_of
-from plumbline.judge.trace_analysis import GlobalStep, TraceAnalysis, same
+from plumbline.judge.trace_analysis import GlobalStep, TraceAnalysis
 
 CHECK = "buffers"
 

@@ -11,7 +11,7 @@ import torch
 from plumbline.core.finding import UNEXPLAINED, Finding
 from plumbline.core.numbers import scale_text
 from plumbline.core.outcome import Outcome
-from plumbline.evidence.trace import Step
+from plumbline.evidence.trace import Step, same
 from plumbline.judge.causes.optimizer_state import OptimizerStateCase
 from plumbline.judge.causes.resumed_progress import ProgressCase, ResumedRatesCase
 from plumbline.judge.causes.resumed_state import OrderCase, ResumedBuffersCase, ResumedWeightsCase, ScaleCase, StopCase
@@ -26,7 +26,7 @@ from plumbline.judge.full_training import FullTraining
 from plumbline.judge.hypothesis import explain
 from plumbline.judge.interrupted_training import Interruption, saving_cell
 from plumbline.judge.oracle.noise import Deviation, distance, in_noise, largest, limit
-from plumbline.judge.trace_analysis import TraceAnalysis, same
+from plumbline.judge.trace_analysis import TraceAnalysis
 from plumbline.judge.update_replay import replay, update_errors
 
 PartCheck = Callable[[Interruption], Finding | None]

@@ -6,12 +6,12 @@ import torch
 
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
-from plumbline.evidence.trace import RankTrace
+from plumbline.evidence.trace import RankTrace, same
 from plumbline.judge.causes.update import update_case
 from plumbline.judge.findings import Vacuous, compare_with_one, failed_with_hint, with_error_grid, with_parameters
 from plumbline.judge.hypothesis import explain
 from plumbline.judge.oracle.noise import Deviation, largest, limit
-from plumbline.judge.trace_analysis import TraceAnalysis, same
+from plumbline.judge.trace_analysis import TraceAnalysis
 from plumbline.judge.update_replay import may_sum_in_parts, stepped_shard_by_shard, update_errors
 
 

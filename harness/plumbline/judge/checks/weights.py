@@ -9,13 +9,13 @@ import torch
 
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
-from plumbline.evidence.trace import RankTrace, Tensors, TraceStep
+from plumbline.evidence.trace import RankTrace, Tensors, TraceStep, same
 from plumbline.judge.causes.weights import ChangedWeightsCase, DivergedRanksCase, InitialWeightsCase
 from plumbline.judge.checks.skipped_steps import decided_alone, skipped_on_some_ranks
 from plumbline.judge.findings import Vacuous, error_at, failed, from_deviation, passed
 from plumbline.judge.hypothesis import explain
 from plumbline.judge.oracle.noise import Deviation, distance, in_noise, largest, limit, rounding_unit
-from plumbline.judge.trace_analysis import TraceAnalysis, differing, same
+from plumbline.judge.trace_analysis import TraceAnalysis, differing
 
 
 def initial_weights(analysis: TraceAnalysis) -> Finding:
