@@ -177,15 +177,13 @@ def try_in_turn(pool: Pool, cells: list[Cell], limit: float = TIME_LIMIT, untrie
 
 def _evidence(pool: Pool, cell: Cell, folder: Path, limit: float) -> SmokeEvidence:
     from plumbline.engine.adapter_diagnosis import SmokeEvidence
-    from plumbline.judge.judge import judge
-    from plumbline.judge.trace_analysis import TraceAnalysis
+    from plumbline.engine.examine import verdict
     from plumbline.launch.cell_launch import behavior_of
     from plumbline.workloads import find
 
-    workload = find(cell.workload, cell.seed)
     trace = _trained(pool, cell, folder, limit)
-    initial = dict(workload.model().state_dict())
-    return SmokeEvidence(cell, trace, judge(TraceAnalysis(trace, workload, cell, behavior_of(pool, cell))), initial)
+    initial = dict(find(cell.workload, cell.seed).model().state_dict())
+    return SmokeEvidence(cell, trace, verdict(trace, cell, behavior_of(pool, cell)).findings, initial)
 
 
 def _trained(pool: Pool, cell: Cell, folder: Path, limit: float) -> Trace:

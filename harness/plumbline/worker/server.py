@@ -237,13 +237,13 @@ class Server:
                 self._registry.close()
             die_with(server)
             from plumbline.core.backend import declared_for
-            from plumbline.worker import node_leader, rank
+            from plumbline.worker import rank
             from plumbline.worker.assignment import Assignment
 
             assignment = Assignment.from_json(values)
             declared = declared_for(subject, assignment.cell.backend, self._subjects)
             if process.scratch:
-                node_leader.run(assignment, declared, self._announce, address, process.scratch.path)
+                rank.lead_node(assignment, declared, self._announce, address, process.scratch.path)
             else:
                 rank.run(assignment, declared, self._announce, process.done)
         except BaseException:
@@ -331,7 +331,6 @@ def preload(locator: str) -> list[Any]:
     # equal ranks are equal keys, but cached values have the coordinates of the process that filled the cache.
     torch.set_num_threads(1)
     subjects = load(locator)
-    import plumbline.worker.node_leader
     import plumbline.worker.rank  # noqa: F401
     from plumbline.devices.calls import why_no_fork
 
