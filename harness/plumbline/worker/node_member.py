@@ -70,7 +70,7 @@ class ChildRecorder(Recorder):
     """
 
     def __init__(self, store: TensorStore, report: Callable[..., None], finish: Callable[[], None]) -> None:
-        super().__init__(store, _Counter(report))
+        super().__init__(store, lambda steps: report(steps=steps))
         self.rank: int | None = None
         self._report = report
         self._finish = finish
@@ -106,16 +106,6 @@ class ChildRecorder(Recorder):
         if place is not None and place[0] != self.rank:
             self.rank = place[0]
             self._report(rank=self.rank)
-
-
-class _Counter:
-    """A recorder's number of steps: each new number is reported."""
-
-    def __init__(self, report: Callable[..., None]) -> None:
-        self._report = report
-
-    def __setitem__(self, place: slice, number: bytes) -> None:
-        self._report(steps=int.from_bytes(number, "little"))
 
 
 def _recorder_of_this_process() -> ChildRecorder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copyreg
+import mmap
 import multiprocessing.util
 import os
 import sys
@@ -24,7 +25,7 @@ from plumbline.worker.job import Job
 from plumbline.worker.node_member import current_member, lead
 from plumbline.worker.processes import dump_stacks_on_request
 from plumbline.worker.recorder.late_evidence import answer_requests, block_requests, keep_process_groups
-from plumbline.worker.recorder.recorder import Recorder, StepCounter, StepHooks
+from plumbline.worker.recorder.recorder import Recorder, StepHooks
 from plumbline.worker.timing.stopwatch import Stopwatch
 
 _current: Job | None = None
@@ -46,7 +47,7 @@ copyreg.pickle(Job, lambda _: (current_job, ()))
 
 
 def run(
-    assignment: Assignment, subject: Subject, announce: Callable[[dict[str, Any]], None], done: StepCounter
+    assignment: Assignment, subject: Subject, announce: Callable[[dict[str, Any]], None], done: mmap.mmap
 ) -> NoReturn:
     """Train one rank and write its evidence. Does not return: the process ends here.
 
@@ -54,19 +55,22 @@ def run(
     destructors, because a teardown may hang: see :mod:`plumbline.worker.recorder.late_evidence`.
     """
 
+    def count(steps: int) -> None:
+        done[:8] = steps.to_bytes(8, "little")
+
     def record_training() -> int:
         global _current
         prepare_process(assignment)
         recorder: StepHooks
         recorder = (
-            Stopwatch(assignment, done) if assignment.barrier_socket else Recorder(assignment.tensor_store(), done)
+            Stopwatch(assignment, count) if assignment.barrier_socket else Recorder(assignment.tensor_store(), count)
         )
         recorder.install()
         file = RankFile(assignment.evidence, lambda: recorder.trace(assignment.rank))
         place = {"launch": assignment.launch, "rank": assignment.rank}
 
         def write_so_far() -> None:
-            if recorder.has_steps:
+            if recorder.steps:
                 file.write_so_far()
                 announce({"event": "so_far", **place})
 

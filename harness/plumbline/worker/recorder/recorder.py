@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,21 +34,16 @@ from plumbline.worker.recorder.model_tensors import ModelTensors, copied, is_zer
 from plumbline.worker.recorder.passes import Forward, OptimizerPart, Passes, belongs, joined
 
 
-class StepCounter(Protocol):
-    """Memory for the number of completed steps: eight bytes, little-endian."""
-
-    def __setitem__(self, place: slice, number: bytes, /) -> None: ...
-
-
 class StepHooks(ABC):
     """Follows the steps of this process, for recording or for timing, from ``install`` until the process ends.
 
-    ``done`` is updated after each step; it may be memory that outlives the process.
+    ``count`` is called after each step, with the number of completed steps.
     """
 
-    def __init__(self, done: StepCounter) -> None:
+    def __init__(self, count: Callable[[int], None]) -> None:
         self.world_size = 1
-        self._done = done
+        self.steps: list[Step] = []
+        self._count = count
         self.optimizer_steps = OptimizerSteps(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -62,10 +57,6 @@ class StepHooks(ABC):
     @abstractmethod
     def watch(self, model: nn.Module) -> None:
         """Follow the forwards of ``model``."""
-
-    @property
-    def has_steps(self) -> bool:
-        return False
 
     def paused(self) -> AbstractContextManager[None]:
         """Return a context whose forwards and steps are not part of the training."""
@@ -106,9 +97,6 @@ class StepHooks(ABC):
         if (place := rank_and_world()) is not None:
             self.world_size = place[1]
 
-    def _count(self, steps: int) -> None:
-        self._done[:8] = steps.to_bytes(8, "little")
-
     def step_begins(self, optimizer: Optimizer, *, has_closure: bool) -> None:  # noqa: B027
         """Note the beginning of a step."""
 
@@ -130,10 +118,9 @@ class Recorder(StepHooks):
     are.
     """
 
-    def __init__(self, store: TensorStore | None = None, done: StepCounter | None = None) -> None:
-        super().__init__(bytearray(8) if done is None else done)
+    def __init__(self, store: TensorStore | None = None, count: Callable[[int], None] = lambda steps: None) -> None:
+        super().__init__(count)
         self._store = store
-        self.steps: list[Step] = []
         self.evaluations: list[Evaluation] = []
         self.logged: list[Logged] = []
         self._tensors = ModelTensors(store)
@@ -168,10 +155,6 @@ class Recorder(StepHooks):
 
     def parts(self, parts: Mapping[str, FlatPart | Part], ranks: Collection[int]) -> None:
         self._tensors.parts(parts, ranks)
-
-    @property
-    def has_steps(self) -> bool:
-        return bool(self.steps)
 
     def on_loss(self, batch: Any) -> None:
         """Record that the job's loss was computed for ``batch``, which ends a micro-batch."""

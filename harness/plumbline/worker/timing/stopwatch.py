@@ -21,7 +21,7 @@ from torch.optim.optimizer import Optimizer
 from plumbline.evidence.timing import Chunk, RankTiming, Round
 from plumbline.evidence.trace import RankTrace
 from plumbline.worker.assignment import Assignment
-from plumbline.worker.recorder.recorder import StepCounter, StepHooks
+from plumbline.worker.recorder.recorder import StepHooks
 from plumbline.worker.timing.counted_step import ExecutedFlops, TensorBytes
 from plumbline.worker.timing.devices import begin_on_core, clock_of, keep_freed_memory, memory_of
 from plumbline.worker.timing.pipeline_chunks import PipelineChunks
@@ -33,8 +33,8 @@ from plumbline.workloads import PerformanceWorkload, find
 class Stopwatch(StepHooks):
     """Times the steps of this process, and reports them to the parent at the round barrier."""
 
-    def __init__(self, assignment: Assignment, done: StepCounter) -> None:
-        super().__init__(done)
+    def __init__(self, assignment: Assignment, count: Callable[[int], None]) -> None:
+        super().__init__(count)
         workload = find(assignment.cell.workload)
         assert isinstance(workload, PerformanceWorkload)
         assert assignment.barrier_socket is not None
