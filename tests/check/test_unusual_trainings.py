@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 STEPS = 3
@@ -764,12 +766,30 @@ def test_gradients_of_local_sgd_are_judged_until_ranks_step_alone(plumbline, fir
             checked.assert_right()
 
 
-@pytest.mark.parametrize(("batches", "is_wrong"), [(5, False), (4, True)])
-def test_a_schedule_of_as_many_steps_as_epochs_have_batches_may_count_them(plumbline, batches, is_wrong):
+def _one_cycle(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    return OneCycleLR(optimizer, 0.1, total_steps=10)
+
+
+def _warmed_up(step: int, warm_up: int, steps: int) -> float:
+    return min(1, step / warm_up, 1 - step / steps)
+
+
+@pytest.mark.parametrize(
+    ("batches", "made_by", "is_wrong"),
+    [
+        (5, _one_cycle, False),
+        (4, _one_cycle, True),
+        (8, _one_cycle, False),
+        (4, lambda one: LambdaLR(one, partial(_warmed_up, warm_up=2, steps=10)), True),
+        (4, lambda one: LambdaLR(one, lambda step: 1 / (step + 1)), False),
+        (4, lambda one: StepLR(one, 10), False),
+    ],
+)
+def test_a_schedule_is_wrong_if_its_length_counts_optimizer_steps(plumbline, batches, made_by, is_wrong):
     def train():
         model = small()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
+        schedule = made_by(optimizer)
         rows = DataLoader(TensorDataset(torch.randn(batches, 6), torch.randint(3, (batches,))), batch_size=1)
         for _ in range(2):
             for number, (inputs, targets) in enumerate(rows):
@@ -781,7 +801,7 @@ def test_a_schedule_of_as_many_steps_as_epochs_have_batches_may_count_them(plumb
 
     said = str(plumbline.check(train, ranks=1, steps=STEPS))
     assert ("schedule stepped every micro batch" in said) == is_wrong
-    assert ("it may be made for that" in " ".join(said.split())) != is_wrong
+    assert ("That is right only if it is made for micro-batches" in " ".join(said.split())) != is_wrong
 
 
 def test_parameters_that_are_clipped_one_by_one_are_right_as_shards(plumbline):

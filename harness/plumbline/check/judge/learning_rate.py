@@ -34,12 +34,12 @@ def judge_learning_rate(training: RecordedTraining) -> Iterator[Finding]:
         )
         different = different or _other_settings(training)
     with_passes = moved_with_every_pass(training)
-    if with_passes is not None and _may_count_batches(training):
+    if with_passes is not None and not _counts_optimizer_steps(training):
         yield headline_note(
             CHECK,
-            "The scheduler steps with every micro-batch, so most of its rates are never used. Its length is a multiple "
-            "of the number of batches in an epoch, so it may be made for that. If it is made for optimizer steps, call "
-            "scheduler.step() only after optimizer.step().",
+            "The scheduler steps with every micro-batch, so most of its rates are never used. That is right only if it "
+            "is made for micro-batches. If it is made for optimizer steps, call scheduler.step() only after "
+            "optimizer.step().",
         )
         with_passes = None
     found = [finding for finding in (different, with_passes) if finding is not None]
@@ -55,15 +55,18 @@ def judge_learning_rate(training: RecordedTraining) -> Iterator[Finding]:
         yield from _notable(training)
 
 
-def _may_count_batches(training: RecordedTraining) -> bool:
-    """Return whether the longest schedule has as many steps as epochs of the longest loader have batches.
+def _counts_optimizer_steps(training: RecordedTraining) -> bool:
+    """Return whether the longest schedule has as many steps as epochs have optimizer steps, but not batches.
 
-    That may also be a coincidence, so it excuses the schedule without proving it right.
+    The number of batches is that of the longest loader. A schedule without an end may be made for either.
     """
-    steps = max((length for one in noted(training, OBSERVER) for length in one.facts.get("lengths", ())), default=0)
+    noted_steps = [one for one in noted(training, OBSERVER) if one.step.passes]
+    length = max((length for one in noted_steps for length in one.facts.get("lengths", ())), default=0)
+    window = max((len(one.step.passes) for one in noted_steps), default=0)
     loaders = [one for rank in training.ranks for one in (rank.facts.get("loaders") or {}).get("loaders", ())]
     batches = max((one["length"] for one in loaders if one.get("length")), default=0)
-    return steps > 0 and batches > 1 and steps % batches == 0
+    steps = {batches // window, math.ceil(batches / window)} if window else set()
+    return length % max(batches, 1) > 0 and any(steps_each > 1 and length % steps_each == 0 for steps_each in steps)
 
 
 def _rates_of_the_first_rank(ranks: Mapping[int, StepRecord]) -> Mapping[int, Sequence[float]]:

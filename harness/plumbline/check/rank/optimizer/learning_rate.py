@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -96,8 +97,11 @@ class LearningRate(WrappingObserver):
 
 def _length(scheduler: Any) -> int | None:
     """Return the number of steps after which a schedule has ended, None if it has no end or does not tell."""
-    found = (getattr(scheduler, name, None) for name in ("total_steps", "T_max", "total_iters"))
-    return next((one for one in found if isinstance(one, int)), None)
+    found = [getattr(scheduler, name, None) for name in ("total_steps", "T_max", "total_iters")]
+    # The functions of Transformers' schedules are partials, whose largest number is that of all steps.
+    arguments = [one.keywords.values() for one in getattr(scheduler, "lr_lambdas", ()) if isinstance(one, partial)]
+    numbers = [one for each in (found, *arguments) for one in each if type(one) is int]
+    return max(numbers, default=None)
 
 
 def _settings(group: dict[str, Any]) -> Facts:
