@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -224,8 +225,16 @@ def test_a_mask_costs_the_share_of_what_it_masks_alone(plumbline):
 # Weights that change between the backward pass and the step
 
 
-def climb(back="copy", through_data=True, ranks=1):
-    """Train by sharpness-aware minimisation. ``back``: how weights are put back before the step, "" for never."""
+def climb(back="copy", through_data=True, ranks=1, again=(True,), keeps_first=False):
+    """Train by sharpness-aware minimisation, or adversarially.
+
+    Args:
+        back: how weights are put back before the step, "" for never.
+        through_data: whether weights are written through ``data``.
+        ranks: the number of ranks.
+        again: for each pass at changed weights, whether its gradients are averaged over ranks.
+        keeps_first: whether the gradients of the first pass count.
+    """
 
     def train():
         torch.manual_seed(0)
@@ -238,13 +247,19 @@ def climb(back="copy", through_data=True, ranks=1):
             rows, labels = torch.randn(8, 6), torch.randint(3, (8,))
             functional.cross_entropy(model(rows), labels).backward()
             kept = [one.detach().clone() for one in parameters]
-            moves = [0.1 * one.grad for one in parameters]
+            first = [one.grad.clone() for one in parameters]
+            moves = [0.1 * one for one in first]
             written = [one.data if through_data else one for one in parameters]
-            with torch.no_grad():
-                for one, move in zip(written, moves, strict=True):
-                    one.add_(move)
-            optimizer.zero_grad()
-            functional.cross_entropy(model(rows), labels).backward()
+            for averages in again:
+                with torch.no_grad():
+                    for one, move in zip(written, moves, strict=True):
+                        one.add_(move)
+                optimizer.zero_grad()
+                with contextlib.nullcontext() if averages else model.no_sync():
+                    functional.cross_entropy(model(rows), labels).backward()
+            if keeps_first:
+                for one, gradient in zip(parameters, first, strict=True):
+                    one.grad.add_(gradient)
             with torch.no_grad():
                 for one, move, old in zip(written, moves, kept, strict=True):
                     if back == "copy":
@@ -260,11 +275,24 @@ def climb(back="copy", through_data=True, ranks=1):
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("through_data", [True, False], ids=["through data", "in place"])
 @pytest.mark.parametrize("back", ["copy", "subtract", ""])
-def test_sharpness_aware_minimisation_is_neither_praised_nor_accused(plumbline, back, through_data, ranks):
+def test_sharpness_aware_minimisation_is_right_and_what_it_changes_is_not_judged(plumbline, back, through_data, ranks):
     one = plumbline.check(climb(back, through_data, ranks), ranks=ranks, steps=STEPS).trainings[0]
-    assert answer_of(one) is Answer.NOT_JUDGED
+    assert answer_of(one) is (Answer.RIGHT if back == "copy" else Answer.RIGHT_IN_PART)
+    assert one.coverage.gradients.part == 1
+    assert [each for each in one.findings if "as sharpness-aware minimisation does" in each.message]
     if not back:
         assert [note for note in notes_on(one) if "parameters changed between optimizer steps" in note]
+
+
+@pytest.mark.parametrize("keeps_first", [False, True])
+def test_the_first_pass_of_adversarial_training_may_count(plumbline, keeps_first):
+    script = climb(ranks=2, again=(True, True), keeps_first=keeps_first)
+    assert answer_of(plumbline.check(script, ranks=2, steps=STEPS).trainings[0]) is Answer.RIGHT
+
+
+def test_a_pass_at_changed_weights_that_is_not_averaged_is_wrong(plumbline):
+    one = plumbline.check(climb(ranks=2, again=(False,)), ranks=2, steps=STEPS).trainings[0]
+    assert next(each.cause for each in one.findings if each.outcome.is_bad) == "not-synchronised"
 
 
 def test_weights_that_change_before_the_first_step_are_not_praised(plumbline):

@@ -108,7 +108,7 @@ class RecordedStep:
     backward pass left; it is recorded after a step whose gradients the script changed itself.
     ``passes`` has the backward passes since the optimizer's previous step that belong to this step. ``other_passes``
     has those that left gradients in its parameters, but belong to another optimizer's step. ``skipped``: the GradScaler
-    skipped the step. ``facts`` has what observers noted.
+    skipped the step. ``left_out``: the number of passes that the judge left out. ``facts`` has what observers noted.
     """
 
     optimizer: int
@@ -123,6 +123,7 @@ class RecordedStep:
     unclipped: Tensor | None = None
     replaced: Tensor | None = None
     after_backward: Tensor | None = None
+    left_out: int = 0
 
     @property
     def before_clipping(self) -> Tensor:
@@ -137,8 +138,18 @@ class RecordedStep:
     @property
     def weights_move_between_passes(self) -> bool:
         """Whether the optimizer's parameters were modified between the backward passes of the step."""
-        known = (one.facts.get("weights", ()) for one in self.passes)
-        return len({prints[self.optimizer] for prints in known if self.optimizer < len(prints)}) > 1
+        known = (self._weights_at(one) for one in self.passes)
+        return len({prints for prints in known if prints is not None}) > 1
+
+    def at_last_weights(self, *, with_first: bool) -> RecordedStep:
+        """Return the step with only the passes at the weights of the last one, and with those of the first one."""
+        kept = {self._weights_at(self.passes[-1])} | ({self._weights_at(self.passes[0])} if with_first else set())
+        passes = tuple(one for one in self.passes if self._weights_at(one) in kept)
+        return replace(self, passes=passes, left_out=len(self.passes) - len(passes))
+
+    def _weights_at(self, one: BackwardPass) -> int | None:
+        prints = one.facts.get("weights", ())
+        return prints[self.optimizer] if self.optimizer < len(prints) else None
 
     def only(self, numbers: Sequence[int]) -> RecordedStep:
         """Return the step for the parameters with these numbers only. The norm and facts are still the whole step's."""

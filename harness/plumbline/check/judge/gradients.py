@@ -161,6 +161,12 @@ def _compared(training: RecordedTraining) -> Iterator[Finding]:
     yield from with_losses(training, finding)
     if finding.outcome is Outcome.PASSED:
         yield from _of_hooks(training)
+    if finding.outcome is Outcome.PASSED and truth.gradients.with_fewer_passes:
+        yield information(
+            CHECK,
+            "the script changes the weights between the backward passes of a step, as sharpness-aware minimisation "
+            "does. Gradients at earlier weights are discarded and do not count",
+        )
     if finding.outcome is Outcome.PASSED and (names := truth.gradients.with_gradients_of_other_steps):
         yield headline_note(
             CHECK,

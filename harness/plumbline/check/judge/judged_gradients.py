@@ -42,6 +42,11 @@ class JudgedGradients:
         return self.judged + [case for cases in self.unjudged.values() for case in cases]
 
     @property
+    def with_fewer_passes(self) -> bool:
+        """Whether passes before the script changed the weights do not count."""
+        return any(case.step.left_out for case in self.judged)
+
+    @property
     def with_gradients_of_other_steps(self) -> list[str]:
         """Names of parameters whose gradients include backward passes that belong to another optimizer's step."""
         names: dict[str, None] = {}
@@ -61,7 +66,7 @@ def judged_gradients(training: RecordedTraining) -> JudgedGradients:
     communicates = forward_communicates(training)
     cases = list(_received_gradients(training))
     for received, (_, recorded) in zip(before_clipping([case for case, _ in cases]), cases, strict=True):
-        case = with_other_passes(received)
+        case = with_other_passes(_with_last_weights(received))
         why = _why_unjudged(case, recorded)
         if not why and communicates and _is_alike_on_all_ranks(case):
             why = ALIKE_PARTS
@@ -70,6 +75,23 @@ def judged_gradients(training: RecordedTraining) -> JudgedGradients:
         else:
             judged.append(case)
     return JudgedGradients(judged, unjudged)
+
+
+def _with_last_weights(case: ReceivedGradient) -> ReceivedGradient:
+    """Return the case without passes at weights that the script changed before the last pass, if they do not count.
+
+    Sharpness-aware minimisation keeps only the gradients at the changed weights. Adversarial training may also keep
+    those of the first pass, but not those in between.
+    """
+    if not case.step.weights_move_between_passes or case.fit(RIGHT).holds:
+        return case
+    own = Combination(only({case.rank}, case.world))
+    for with_first in (False, True):
+        ranks = {rank: step.at_last_weights(with_first=with_first) for rank, step in case.ranks.items()}
+        fewer = replace(case, ranks=ranks)
+        if fewer.fit(RIGHT).holds or fewer.fit(own).holds:
+            return fewer
+    return case
 
 
 def with_other_passes(case: ReceivedGradient) -> ReceivedGradient:
