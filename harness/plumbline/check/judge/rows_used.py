@@ -61,7 +61,7 @@ def _rows(training: RecordedTraining, layout: RankLayout) -> Iterator[Finding]:
     alike = [ranks for ranks in _ranks_with_the_same_rows(training) if len(ranks) > 1]
     if alike:
         yield _alike(training, layout, max(alike, key=len))
-    elif (rows := _rows_used(training)) is not None:
+    elif (rows := _rows_used(training, _undivided(training) if layout.is_data_parallel else 0)) is not None:
         yield rows
 
 
@@ -238,7 +238,7 @@ def _rows_by_epoch(training: RecordedTraining) -> list[list[Counter[int]]]:
     return list(by_epoch.values())
 
 
-def _rows_used(training: RecordedTraining) -> Finding | None:
+def _rows_used(training: RecordedTraining, undivided: int) -> Finding | None:
     forwards = [_of_first_module([one for one in _forwards(rank) if "order" in one]) for rank in training.ranks]
     if not any(forwards):
         why = STEPS_WITHIN_PASSES if steps_within_passes(training) else "no recorded module was called with a tensor"
@@ -259,9 +259,14 @@ def _rows_used(training: RecordedTraining) -> Finding | None:
     if any(_repeats_an_epoch(own) for own in forwards):
         parts.append("an epoch has the same order as the previous one")
     total = f"({sum(rows):,} rows in the recorded steps)"
-    if parts:
-        return information(CHECK, f"{'; '.join(parts)} {total}")
-    return passed(CHECK, f"no two ranks used the same row in an epoch {total}")
+    used = f"{'; '.join(parts) or 'no two ranks used the same row in an epoch'} {total}"
+    if undivided:  # random augmentations make different rows of the same sample
+        return information(
+            CHECK,
+            f"{used}; each rank shuffles a data set of {counted(undivided, 'sample')} by itself. If it is the same on "
+            "all ranks, divide it with a DistributedSampler",
+        )
+    return information(CHECK, used) if parts else passed(CHECK, used)
 
 
 def _repeats_an_epoch(forwards: Sequence[Facts]) -> bool:
@@ -346,8 +351,15 @@ def different_seeds(training: RecordedTraining) -> Finding | None:
 
 def whole_data_on_every_rank(training: RecordedTraining) -> bool:
     """Return whether each rank goes through a whole data set of the same length, in its own order."""
+    heads = {first["head"] for rank in training.ranks if (first := next(sampler_passes(rank), None)) is not None}
+    return bool(_undivided(training)) and len(heads) == training.world_size
+
+
+def _undivided(training: RecordedTraining) -> int:
+    """Return the length of the data set that each rank shuffles as a whole, 0 if the ranks do anything else."""
     firsts = [next(sampler_passes(rank), None) for rank in training.ranks]
     known = [one for one in firsts if one is not None and not one["distributed"] and not one.get("replacement", True)]
     if len(known) < training.world_size or any(one.get("num_samples") != one["length"] for one in known):
-        return False
-    return len({one["length"] for one in known}) == 1 and len({one["head"] for one in known}) == len(known)
+        return 0
+    lengths = {one["length"] for one in known}
+    return int(lengths.pop() or 0) if len(lengths) == 1 else 0
