@@ -21,7 +21,7 @@ from plumbline.check.judge.judged_gradients import (
     judged_gradients,
 )
 from plumbline.check.judge.manual_edits import excuse_manual_edits
-from plumbline.check.judge.noted import headline_note, information, not_judged
+from plumbline.check.judge.noted import headline_note, information, not_judged, steps_within_passes
 from plumbline.check.judge.precision_used import OBSERVER as PRECISION
 from plumbline.check.judge.rank_layout import OBSERVER as LAYOUT
 from plumbline.check.judge.rank_weights import shared_numbers
@@ -66,6 +66,11 @@ _WITH_MASTERS: Mapping[str, str] = {
     ),
 }
 """The same where the optimizer holds copies of the model's parameters."""
+
+_IN_HOOKS = (
+    "the optimizer steps inside the backward pass, before any averaging over ranks; average each gradient in the hook "
+    "that steps, or step after the backward pass"
+)
 
 _OVER_TOO_FEW = ("not-synchronised", "averaged-over-some-ranks")
 
@@ -341,6 +346,8 @@ def _advised(finding: Finding, training: RecordedTraining) -> Finding:
     layouts = [rank.facts.get(LAYOUT) or {} for rank in training.ranks]
     if finding.cause in _OVER_TOO_FEW and (why := _why_unreduced(training, layouts)):
         return with_hint(finding, why)
+    if finding.cause == "not-synchronised" and steps_within_passes(training):
+        return with_hint(finding, _IN_HOOKS)
     if any(one.get("wrapped") for one in layouts):
         return finding
     is_sharded = any(module["sharded_as_data"] for one in layouts for module in one.get("modules", ()))

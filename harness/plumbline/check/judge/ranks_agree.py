@@ -208,10 +208,10 @@ def judge_ranks_agree(training: RecordedTraining) -> Iterator[Finding]:
 
 
 def without_excuse(findings: Sequence[Finding]) -> list[Finding]:
-    """Return the findings; if gradients are wrong, the reason why ranks differ is no longer given as an excuse."""
+    """Return the findings; if gradients are wrong, no reason is given why ranks may differ."""
     wrong = any(one.check == "gradients" and one.outcome is Outcome.FAILED for one in findings)
     return [
-        replace(one, message=one.message.replace(f"; {IF_INTENDED}", ": "))
+        replace(one, message=one.message.partition(f"; {IF_INTENDED}")[0])
         if wrong and one.check == AFTER_STEPS
         else one
         for one in findings

@@ -250,7 +250,8 @@ def _stepped_again(training: RecordedTraining) -> Finding | None:
                     "steps",
                     "the optimizer stepped again with the gradient of its last step, without a backward pass in "
                     f"between{FIRST_SEEN}",
-                    "call either optimizer.step() or scaler.step(optimizer), not both",
+                    "find what calls it twice: optimizer.step() beside scaler.step(optimizer), or join() with "
+                    "ZeroRedundancyOptimizer on a rank without inputs",
                     cause="stepped-without-a-batch",
                     family="optimizer",
                     step=step.number,
