@@ -15,7 +15,9 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, StepLR
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from plumbline.check.verdict.verdict import Answer, answer_of
 
 STEPS = 3
 
@@ -632,6 +634,109 @@ def test_that_optimizers_step_within_a_backward_pass_is_told(plumbline):
     checked = plumbline.check(an_optimizer_for_each_parameter, ranks=2, steps=STEPS)
     unjudged = {one.check for one in checked.findings if "step during the backward pass" in one.message}
     assert unjudged == {"samples", "objective"}
+
+
+@pytest.mark.parametrize("sampler", [None, DistributedSampler])
+def test_ranks_that_each_shuffle_an_augmented_data_set_are_noted(plumbline, sampler):
+    class Augmented(TensorDataset):
+        def __getitem__(self, index):
+            inputs, label = super().__getitem__(index)
+            return inputs + 0.1 * torch.randn(6), label
+
+    def train():
+        torch.manual_seed(0)
+        rows = Augmented(torch.randn(24, 6), torch.randint(3, (24,)))
+        model = DistributedDataParallel(small())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        torch.manual_seed(dist.get_rank())
+        loader = DataLoader(rows, 4, sampler=sampler and sampler(rows), shuffle=sampler is None)
+        for inputs, labels in loader:
+            optimizer.zero_grad()
+            cross_entropy(model(inputs), labels).backward()
+            optimizer.step()
+
+    checked = plumbline.check(train, ranks=2, steps=STEPS)
+    checked.assert_right()
+    said = next(one.message for one in checked.findings if one.check == "samples")
+    assert ("shuffles a data set of 24 samples by itself" in said) == (sampler is None)
+
+
+def _mean_by_hand(logits, labels):
+    return -logits.log_softmax(1).gather(1, labels[:, None]).mean()
+
+
+def _of_several_means(logits, labels):
+    return _mean_by_hand(logits, labels) + 0.01 * logits.square().mean()
+
+
+def _divided_mean(logits, labels):
+    return _mean_by_hand(logits, labels) / dist.get_world_size()
+
+
+def _sum_by_hand(logits, labels):
+    return _mean_by_hand(logits, labels) * len(labels)
+
+
+def _masked_mean(logits, labels):
+    mask = (labels != 0).float()
+    return (cross_entropy(logits, labels, reduction="none") * mask).exp().sub(1).sum() / mask.sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "answer"),
+    [
+        (_mean_by_hand, Answer.WRONG),
+        (_of_several_means, Answer.WRONG),
+        (_divided_mean, Answer.NOT_JUDGED),
+        (_sum_by_hand, Answer.NOT_JUDGED),
+        (_masked_mean, Answer.NOT_JUDGED),
+    ],
+)
+def test_sums_over_ranks_of_means_that_are_written_by_hand_are_wrong(plumbline, loss, answer):
+    def train():
+        model = small()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        torch.manual_seed(dist.get_rank())
+        for _ in range(STEPS):
+            inputs, labels = batch()
+            optimizer.zero_grad()
+            loss(model(inputs), labels).backward()
+            for one in model.parameters():
+                dist.all_reduce(one.grad)
+            optimizer.step()
+
+    checked = plumbline.check(train, ranks=2, steps=STEPS)
+    assert answer_of(checked.trainings[0]) is answer
+    assert [one.cause for one in checked.findings if one.outcome.is_bad] == ["summed-over-ranks"] * (
+        answer is Answer.WRONG
+    )
+
+
+def test_ranks_that_differ_get_no_reason_that_contradicts_what_is_wrong_with_their_gradients(plumbline):
+    def train():
+        model = small()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        torch.manual_seed(dist.get_rank())
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model).backward()
+            for one in model[0].parameters():
+                dist.all_reduce(one.grad)
+                one.grad /= dist.get_world_size()
+            optimizer.step()
+
+    checked = plumbline.check(train, ranks=2, steps=STEPS)
+    assert [one.cause for one in checked.findings if one.outcome.is_bad] == ["some-parameters-not-synchronised"]
+    assert [one.message for one in checked.findings if one.check == "ranks-agree"] == [
+        f"ranks hold different weights after {STEPS} of {STEPS} steps"
+    ]
+
+
+def test_a_step_in_a_hook_before_the_average_is_wrong_and_the_hint_says_where_it_steps(plumbline):
+    checked = plumbline.check(partial(an_optimizer_for_each_parameter, synchronised=False), ranks=2, steps=STEPS)
+    wrong = next(one for one in checked.findings if one.outcome.is_bad)
+    assert wrong.cause == "not-synchronised"
+    assert "average each gradient in the hook that steps" in str(wrong.hint)
 
 
 def test_a_state_that_closures_change_within_a_step_is_not_called_changed(plumbline):

@@ -15,7 +15,7 @@ from plumbline.check.judge.noted import information, name_ranks, not_judged
 from plumbline.check.judge.precision_used import OBSERVER as PRECISION
 from plumbline.check.judge.rank_weights import ranks_begin_apart, weights_are_made_equal
 from plumbline.check.judge.received_gradient import Fit, ReceivedGradient
-from plumbline.check.judge.step_objective import NEAR, step_objectives
+from plumbline.check.judge.step_objective import NEAR, have_undivided_means, step_objectives
 from plumbline.check.judge.unreduced import MADE_EQUAL, ranks_hold_one_model, separate_adapters
 from plumbline.core.finding import Finding, is_unexplained
 from plumbline.core.numbers import scale_text
@@ -108,6 +108,8 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
             f"remove the factor {factor:.6g} by which the script multiplies all gradients after the backward pass; "
             "without it, the losses have a total weight of 1",
         )
+    if finding.cause == "summed-over-ranks" and have_undivided_means(training.ranks):
+        return finding
     return not_judged(
         check,
         f"the script multiplies gradients with its own code ({title_of(str(finding.cause))}); it is not known "

@@ -125,6 +125,31 @@ def is_loss_divided(ranks: Sequence[RecordedRank]) -> bool | None:
     return None
 
 
+def have_undivided_means(ranks: Sequence[RecordedRank]) -> bool:
+    """Return whether the loss of each rank, however it is written, is a mean or contains one, without any division.
+
+    Every term has to be a mean. If one has the weight 1 in each step, it is not divided by the number of ranks. Others
+    may have coefficients, but none that may be this division. It is not certain over what a sum is meant to be a mean.
+    """
+    steps = [step for own in steps_together(ranks) for step in own]
+    weights = [_weights_of_means(step) for step in steps]
+    found = [one for one in weights if one]
+    return len(found) == len(steps) > 0 and all(
+        any(equals(weight, 1.0) for weight in one) and not any(equals(weight, 1 / len(ranks)) for weight in one)
+        for one in found
+    )
+
+
+def _weights_of_means(step: RecordedStep) -> list[float]:
+    """Return the weight of each term of the loss in a step, added up over its passes; empty if one may be a sum."""
+    passes = [(one.scale, (one.facts.get("objective") or {}).get("means") or ()) for one in step.passes]
+    if step.other_passes or len({len(means) for _, means in passes}) != 1:
+        return []
+    if any(len(candidates) != 1 for _, means in passes for candidates in means):
+        return []
+    return [sum(part) for part in zip(*([one[0] / scale for one in means] for scale, means in passes), strict=True)]
+
+
 def steps_together(ranks: Sequence[RecordedRank]) -> Iterator[list[RecordedStep]]:
     """Yield each step that all of these ranks took, as a list over ranks."""
     for index in range(min((len(rank.steps) for rank in ranks), default=0)):
