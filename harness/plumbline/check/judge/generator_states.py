@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from plumbline.check.evidence.training import RecordedTraining
+from plumbline.check.evidence.training import Facts, RecordedTraining
 from plumbline.check.judge.noted import IF_INTENDED, aligned_forwards, failed_observers, information
 from plumbline.check.judge.rank_layout import rank_layout
 from plumbline.core.finding import Finding
@@ -19,12 +19,23 @@ def judge_generator_states(training: RecordedTraining) -> Iterator[Finding]:
     yield from failed_observers(training, "generators", CHECK)
     if len(training.ranks) < 2:
         return
-    drawing, alike = 0, 0
+    count, drawing, alike, between = 0, 0, 0, 0
     for _, forwards in aligned_forwards(training, "generators"):
         drew = set.intersection(*(set(forward["drew"]) for forward in forwards))
-        if drew:
-            drawing += 1
-            alike += any(len({forward["states"][name] for forward in forwards}) == 1 for name in drew)
+        count += 1
+        drawing += bool(drew)
+        alike += any(_are_same(forwards, name) for name in drew)
+        before = set.intersection(*(set(forward.get("between", ())) for forward in forwards))
+        between += any(_are_same(forwards, name) for name in before)
+    # A new pass through a loader draws, too.
+    if not alike and 2 * between > count and rank_layout(training).is_data_parallel:
+        yield information(
+            CHECK,
+            f"the script draws the same random numbers on all ranks before {between} of {counted(count, 'forward')}. "
+            "Noise, masks and augmentations are then the same on every rank, unless each rank takes its own part of "
+            "them. To make them independent, seed each rank with seed + rank",
+        )
+        return
     if not drawing:
         return
     different = f"no random generator has the same state on all ranks ({counted(drawing, 'forward')})"
@@ -39,3 +50,7 @@ def judge_generator_states(training: RecordedTraining) -> Iterator[Finding]:
         yield information(CHECK, f"{same}; seed each rank with seed + rank to make them independent")
     else:
         yield passed(CHECK, different)
+
+
+def _are_same(forwards: Sequence[Facts], name: str) -> bool:
+    return len({forward["states"][name] for forward in forwards}) == 1

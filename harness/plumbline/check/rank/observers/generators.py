@@ -22,6 +22,7 @@ class GeneratorObserver(Observer):
     """Notes, for each backward pass, the generators at each forward before it: ``{"forwards": [...]}``.
 
     A forward has a digest of each generator's state, and ``drew``: the generators that had moved on when it ended.
+    ``between``: those that the script drew from between the previous forward and this one.
     """
 
     name = "generators"
@@ -29,12 +30,15 @@ class GeneratorObserver(Observer):
     def __init__(self) -> None:
         self._forwards: list[Facts] = []
         self._open = False
+        self._last: dict[str, str] = {}
 
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the states."""
         states = generator_states()
         self._close(states)
-        self._forwards.append({"states": states, "drew": []})
+        between = [name for name, state in states.items() if self._last.get(name, state) != state]
+        self._forwards.append({"states": states, "drew": [], "between": between})
+        self._last = states
         self._open = True
 
     def forward_ends(self) -> None:
@@ -53,12 +57,13 @@ class GeneratorObserver(Observer):
 
     def stop(self) -> None:
         """Forget the forwards that no backward pass followed."""
-        self._forwards, self._open = [], False
+        self._forwards, self._open, self._last = [], False, {}
 
     def _close(self, now: dict[str, str]) -> None:
         if self._open:
             last = self._forwards[-1]
             last["drew"] = [name for name, state in last["states"].items() if now.get(name, state) != state]
+            self._last = now
             self._open = False
 
 
