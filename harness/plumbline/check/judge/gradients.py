@@ -72,6 +72,11 @@ _IN_HOOKS = (
     "that steps, or step after the backward pass"
 )
 
+_ONE_FORWARD = (
+    "several backward passes follow one call of the DistributedDataParallel object, which averages only in the first "
+    "one; add up the losses, and call backward() once"
+)
+
 _OVER_TOO_FEW = ("not-synchronised", "averaged-over-some-ranks")
 
 
@@ -349,12 +354,20 @@ def _advised(finding: Finding, training: RecordedTraining) -> Finding:
     if finding.cause == "not-synchronised" and steps_within_passes(training):
         return with_hint(finding, _IN_HOOKS)
     if any(one.get("wrapped") for one in layouts):
-        return finding
+        is_again = finding.cause == "some-micro-batches-not-synchronised" and _have_one_forward(training)
+        return with_hint(finding, _ONE_FORWARD) if is_again else finding
     is_sharded = any(module["sharded_as_data"] for one in layouts for module in one.get("modules", ()))
     has_masters = any(step.is_in_pieces for rank in training.ranks for step in rank.steps)
     advice = {**_WITHOUT_WRAPPER, **(_SHARDED if is_sharded else {}), **(_WITH_MASTERS if has_masters else {})}
     other = advice.get(str(finding.cause))
     return finding if other is None else with_hint(finding, other)
+
+
+def _have_one_forward(training: RecordedTraining) -> bool:
+    """Return whether a backward pass of a step follows another one without a forward in between."""
+    steps = [step for rank in training.ranks for step in rank.steps]
+    forwards = [(one.facts.get("batches") or {}).get("forwards") for step in steps for one in step.passes[1:]]
+    return bool(forwards) and not any(forwards)
 
 
 def _why_unreduced(training: RecordedTraining, layouts: Sequence[Facts]) -> str:
