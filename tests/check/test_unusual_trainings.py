@@ -661,6 +661,25 @@ def test_ranks_that_each_shuffle_an_augmented_data_set_are_noted(plumbline, samp
     assert ("shuffles a data set of 24 samples by itself" in said) == (sampler is None)
 
 
+@pytest.mark.parametrize("seeds", ["alike", "different"])
+def test_noise_that_is_the_same_on_all_ranks_is_noted(plumbline, seeds):
+    def train():
+        model = DistributedDataParallel(small())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        torch.manual_seed(dist.get_rank() if seeds == "different" else 0)
+        for _ in range(STEPS):
+            inputs, labels = torch.randn(4, 6, generator=generator), torch.randint(3, (4,), generator=generator)
+            optimizer.zero_grad()
+            cross_entropy(model(inputs + 0.1 * torch.randn(4, 6)), labels).backward()
+            optimizer.step()
+
+    checked = plumbline.check(train, ranks=2, steps=STEPS)
+    checked.assert_right()
+    said = " ".join(one.message for one in checked.findings)
+    assert (f"draws the same random numbers on all ranks before {STEPS - 1} of {STEPS}" in said) == (seeds == "alike")
+
+
 def _mean_by_hand(logits, labels):
     return -logits.log_softmax(1).gather(1, labels[:, None]).mean()
 
@@ -737,6 +756,24 @@ def test_a_step_in_a_hook_before_the_average_is_wrong_and_the_hint_says_where_it
     wrong = next(one for one in checked.findings if one.outcome.is_bad)
     assert wrong.cause == "not-synchronised"
     assert "average each gradient in the hook that steps" in str(wrong.hint)
+
+
+def test_a_second_backward_pass_after_one_forward_is_wrong_and_the_hint_says_so(plumbline):
+    def train():
+        model = DistributedDataParallel(small())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        torch.manual_seed(dist.get_rank())
+        for _ in range(STEPS):
+            inputs, labels = batch()
+            optimizer.zero_grad()
+            outputs = model(inputs)
+            cross_entropy(outputs, labels).backward(retain_graph=True)
+            outputs.square().mean().backward()
+            optimizer.step()
+
+    wrong = next(one for one in plumbline.check(train, ranks=2, steps=STEPS).findings if one.outcome.is_bad)
+    assert wrong.cause == "some-micro-batches-not-synchronised"
+    assert "add up the losses" in str(wrong.hint)
 
 
 def test_a_state_that_closures_change_within_a_step_is_not_called_changed(plumbline):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import starmap
 
 from plumbline.check.evidence.training import RecordedStep, RecordedTraining
 from plumbline.check.judge.clipped_masters import are_one, master_steps, scale_at_clipping
@@ -15,7 +16,7 @@ from plumbline.check.judge.noted import information, name_ranks, not_judged
 from plumbline.check.judge.precision_used import OBSERVER as PRECISION
 from plumbline.check.judge.rank_weights import ranks_begin_apart, weights_are_made_equal
 from plumbline.check.judge.received_gradient import Fit, ReceivedGradient
-from plumbline.check.judge.step_objective import NEAR, have_undivided_means, step_objectives
+from plumbline.check.judge.step_objective import NEAR, has_undivided_mean, step_objectives
 from plumbline.check.judge.unreduced import MADE_EQUAL, ranks_hold_one_model, separate_adapters
 from plumbline.core.finding import Finding, is_unexplained
 from plumbline.core.numbers import scale_text
@@ -108,7 +109,8 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
             f"remove the factor {factor:.6g} by which the script multiplies all gradients after the backward pass; "
             "without it, the losses have a total weight of 1",
         )
-    if finding.cause == "summed-over-ranks" and have_undivided_means(training.ranks):
+    steps = [(step, case.world) for case in wrong for step in case.ranks.values()]
+    if finding.cause == "summed-over-ranks" and all(starmap(has_undivided_mean, steps)):
         return finding
     return not_judged(
         check,

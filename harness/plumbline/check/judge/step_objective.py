@@ -125,29 +125,20 @@ def is_loss_divided(ranks: Sequence[RecordedRank]) -> bool | None:
     return None
 
 
-def have_undivided_means(ranks: Sequence[RecordedRank]) -> bool:
-    """Return whether the loss of each rank, however it is written, is a mean or contains one, without any division.
+def has_undivided_mean(step: RecordedStep, ranks: int) -> bool:
+    """Return whether the loss of a step, however it is written, is a mean or contains one, without any division.
 
-    Every term has to be a mean. If one has the weight 1 in each step, it is not divided by the number of ranks. Others
-    may have coefficients, but none that may be this division. It is not certain over what a sum is meant to be a mean.
+    Every term has to be a mean. If one has the weight 1 in the whole step, it is not divided by the number of ranks.
+    Others may have coefficients, but none that may be this division. It is not certain over what a sum is a mean.
     """
-    steps = [step for own in steps_together(ranks) for step in own]
-    weights = [_weights_of_means(step) for step in steps]
-    found = [one for one in weights if one]
-    return len(found) == len(steps) > 0 and all(
-        any(equals(weight, 1.0) for weight in one) and not any(equals(weight, 1 / len(ranks)) for weight in one)
-        for one in found
-    )
-
-
-def _weights_of_means(step: RecordedStep) -> list[float]:
-    """Return the weight of each term of the loss in a step, added up over its passes; empty if one may be a sum."""
     passes = [(one.scale, (one.facts.get("objective") or {}).get("means") or ()) for one in step.passes]
-    if step.other_passes or len({len(means) for _, means in passes}) != 1:
-        return []
+    if len({len(means) for _, means in passes}) != 1:
+        return False
     if any(len(candidates) != 1 for _, means in passes for candidates in means):
-        return []
-    return [sum(part) for part in zip(*([one[0] / scale for one in means] for scale, means in passes), strict=True)]
+        return False
+    parts = zip(*([weight / scale for (weight,) in means] for scale, means in passes), strict=True)
+    weights = [sum(part) for part in parts]
+    return any(equals(one, 1.0) for one in weights) and not any(equals(one, 1 / ranks) for one in weights)
 
 
 def steps_together(ranks: Sequence[RecordedRank]) -> Iterator[list[RecordedStep]]:
