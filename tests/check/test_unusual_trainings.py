@@ -661,6 +661,44 @@ def test_ranks_that_each_shuffle_an_augmented_data_set_are_noted(plumbline, samp
     assert ("shuffles a data set of 24 samples by itself" in said) == (sampler is None)
 
 
+def _averaged(weights):
+    dist.all_reduce(weights)
+    weights /= dist.get_world_size()
+
+
+def _taken_from_the_first_rank(weights):
+    dist.broadcast(weights, 0)
+
+
+@pytest.mark.parametrize(
+    ("made_equal", "answer"),
+    [
+        (_averaged, Answer.RIGHT_IN_PART),
+        (dist.all_reduce, Answer.WRONG),
+        (_taken_from_the_first_rank, Answer.NOT_JUDGED),
+    ],
+)
+def test_weights_that_a_script_averages_between_steps_are_right_and_their_sum_is_wrong(plumbline, made_equal, answer):
+    def train():
+        model = small()
+        optimizer = torch.optim.Adam(model.parameters(), 0.1)
+        torch.manual_seed(dist.get_rank())
+        for step in range(2 * STEPS):
+            optimizer.zero_grad()
+            loss_of(model).backward()
+            optimizer.step()
+            if step % 2:
+                for one in model.parameters():
+                    made_equal(one.data)
+
+    checked = plumbline.check(train, ranks=2, steps=2 * STEPS)
+    (training,) = checked.trainings
+    assert answer_of(training) is answer
+    assert (training.coverage.gradients.part == 1) == (answer is not Answer.NOT_JUDGED)
+    wrong = [one.cause for one in checked.findings if one.outcome.is_bad]
+    assert wrong == ["weights-summed-over-ranks"] * (answer is Answer.WRONG)
+
+
 @pytest.mark.parametrize("seeds", ["alike", "different"])
 def test_noise_that_is_the_same_on_all_ranks_is_noted(plumbline, seeds):
     def train():
@@ -886,7 +924,7 @@ def test_hooks_that_run_before_gradients_are_averaged_are_told(plumbline, hooked
 
 
 @pytest.mark.parametrize("first_local_step", [1, 100])
-def test_gradients_of_local_sgd_are_judged_until_ranks_step_alone(plumbline, first_local_step):
+def test_gradients_of_local_sgd_are_right_before_and_after_ranks_step_alone(plumbline, first_local_step):
     def train():
         model = DistributedDataParallel(small())
         group = dist.new_subgroups(1)[0]  # each rank by itself, as if it were a node
@@ -900,12 +938,9 @@ def test_gradients_of_local_sgd_are_judged_until_ranks_step_alone(plumbline, fir
             optimizer.step()
 
     checked = plumbline.check(train, ranks=2, steps=STEPS)
-    assert not [one for one in checked.findings if one.outcome.is_bad]
-    if first_local_step > STEPS:
-        checked.assert_right()
-    else:
-        with pytest.raises(AssertionError, match="local SGD"):
-            checked.assert_right()
+    checked.assert_right()
+    (gradients,) = [one.message for one in checked.findings if one.check == "gradients"]
+    assert ("averages the weights of all ranks between steps" in gradients) == (first_local_step < STEPS)
 
 
 def _one_cycle(optimizer: torch.optim.Optimizer) -> LRScheduler:

@@ -14,10 +14,10 @@ from plumbline.check.judge.judged_gradients import judged_gradients
 from plumbline.check.judge.loss_scales import division
 from plumbline.check.judge.noted import information, name_ranks, not_judged
 from plumbline.check.judge.precision_used import OBSERVER as PRECISION
-from plumbline.check.judge.rank_weights import ranks_begin_apart, weights_are_made_equal
+from plumbline.check.judge.rank_weights import factor_of_equal_weights, ranks_begin_apart, weights_are_made_equal
 from plumbline.check.judge.received_gradient import Fit, ReceivedGradient
 from plumbline.check.judge.step_objective import NEAR, has_undivided_mean, step_objectives
-from plumbline.check.judge.unreduced import MADE_EQUAL, ranks_hold_one_model, separate_adapters
+from plumbline.check.judge.unreduced import AVERAGED, MADE_EQUAL, ranks_hold_one_model, separate_adapters
 from plumbline.core.finding import Finding, is_unexplained
 from plumbline.core.numbers import scale_text
 from plumbline.core.titles import title_of
@@ -51,7 +51,7 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
             return _clipped_before_unscaling(finding, scale)
         return information(check, "the script clips gradients with its own code", step)
     if finding.cause == "not-synchronised" and weights_are_made_equal(training):
-        return not_judged(check, MADE_EQUAL, step)
+        return _with_equal_weights(check, training, step)
     if finding.cause == "not-synchronised" and ranks_begin_apart(training) and not ranks_hold_one_model(training):
         if names := separate_adapters(training):
             return not_judged(
@@ -117,6 +117,22 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
         f"the script multiplies gradients with its own code ({title_of(str(finding.cause))}); it is not known "
         "whether its loss requires that",
         step,
+    )
+
+
+def _with_equal_weights(check: str, training: RecordedTraining, step: int | None) -> Finding:
+    factor = factor_of_equal_weights(training)
+    if factor is None:
+        return not_judged(check, MADE_EQUAL, step)
+    if factor == 1:
+        return information(check, f"each rank steps with its own gradients, and {AVERAGED}", step)
+    return failed_with_hint(
+        check,
+        "each rank steps with its own gradients, and between steps, the script adds up the weights of all ranks",
+        f"divide the sum by the number of ranks, {training.world_size}",
+        cause="weights-summed-over-ranks",
+        family="averaging",
+        step=step,
     )
 
 

@@ -173,6 +173,38 @@ def weights_are_made_equal(training: RecordedTraining) -> bool:
     return False
 
 
+def factor_of_equal_weights(training: RecordedTraining) -> float | None:
+    """Return the number by which the script multiplies the ranks' mean weights to make them equal between steps.
+
+    It is 1 for an average, and the number of ranks for a sum. None if it is another or no known one.
+    """
+    factors: set[float | None] = set()
+    apart: dict[tuple[int, str], RankWeights] = {}
+    for place, steps in common_steps(training):
+        optimizer = next(iter(steps.values())).optimizer
+        for one in weights_at(place, steps):
+            key = optimizer, one.parameter.name
+            if key in apart and not one.differ("before"):
+                factors.add(_factor_of_mean(apart[key], one))
+            apart.pop(key, None)
+            if one.differ("after"):
+                apart[key] = one
+    return factors.pop() if len(factors) == 1 else None
+
+
+def _factor_of_mean(apart: RankWeights, equal: RankWeights) -> float | None:
+    after = [one["projections"] for one in apart.noted]
+    before, dtype = equal.noted[0].get("projected_before"), getattr(torch, equal.parameter.dtype)
+    if before is None or None in after or not dtype.is_floating_point:
+        return None
+    each = torch.tensor(after, dtype=torch.float64)
+    for factor in (1.0, float(len(after))):
+        distance = (torch.tensor(before, dtype=torch.float64) - factor * each.mean(0)).norm()
+        if distance <= ULPS * torch.finfo(dtype).eps * factor * each.norm(dim=1).mean():
+            return factor
+    return None
+
+
 def ranks_begin_apart(training: RecordedTraining) -> bool:
     """Return whether ranks begin to train with different weights, and no wrapper keeps these the same."""
     first = next(common_steps(training), None)

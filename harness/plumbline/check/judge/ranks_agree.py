@@ -12,12 +12,14 @@ from plumbline.check.judge.rank_layout import RankLayout, rank_layout
 from plumbline.check.judge.rank_weights import (
     RankWeights,
     common_steps,
+    factor_of_equal_weights,
     forward_communicates,
     of_all,
     reduced_parameters,
     weights_are_made_equal,
     weights_at,
 )
+from plumbline.check.judge.unreduced import AVERAGED
 from plumbline.check.rank.low_rank import factor_pairs
 from plumbline.core.finding import Finding
 from plumbline.core.numbers import counted
@@ -201,9 +203,9 @@ def judge_ranks_agree(training: RecordedTraining) -> Iterator[Finding]:
             AFTER_STEPS, f"weights that ranks share agree up to rounding after each of {counted(compared, 'step')}"
         )
     else:
+        why = AVERAGED if factor_of_equal_weights(training) == 1 else f"{IF_INTENDED}{layout.reason}"
         yield information(
-            AFTER_STEPS,
-            f"ranks hold different weights after {differing_steps} of {compared} steps; {IF_INTENDED}{layout.reason}",
+            AFTER_STEPS, f"ranks hold different weights after {differing_steps} of {compared} steps; {why}"
         )
 
 

@@ -31,6 +31,8 @@ MADE_EQUAL = (
 )
 """Why unreduced gradients are not judged."""
 
+AVERAGED = "the script averages the weights of all ranks between steps, as local SGD does"
+
 _CAUSES = ("not-synchronised", "some-parameters-not-synchronised", "exchanged-otherwise")
 
 OUTSIDE = "outside"

@@ -20,8 +20,9 @@ class WeightObserver(Observer):
     """Notes weights if there are several ranks. Shards are left out, as each rank has its own.
 
     The process has ``modules``: each parameter of each outermost module at its first recorded forward. A step has, in
-    the order of the optimizer's parameters, the digests ``before``, ``gradients`` and ``after``, and ``projections`` of
-    the weights after it, whose relative distance is about the same as that of the weights. ``began`` has the digests
+    the order of the optimizer's parameters, the digests ``before``, ``gradients`` and ``after``, and linear projections
+    of the weights, whose relative distance is about the same as that of the weights: ``projections`` after the step,
+    and ``projected_before``. ``began`` has the digests
     before the optimizer's very first step, which may not be recorded; None for parameters that the optimizer got later.
     ``unreduced`` says why a wrapper reduces no gradients of its own parameter, and ``replicated`` which parameters are
     DTensors that should be the same on all ranks. ``copied``: the gradient is one that should be the same on all ranks.
@@ -69,13 +70,15 @@ class WeightObserver(Observer):
         if world_size() > 1:
             parameters = parameters_of(optimizer)
             gradients = [p.grad for p in parameters]
+            before = [digest_and_projection(p) for p in parameters]
             self._noted = {
                 "wrapped": self._wrapped(parameters),
                 "unreduced": self._unreduced(parameters),
                 "replicated": [is_replicated(p, world_size()) for p in parameters],
                 "copied": [g is not None and is_replicated(g, world_size()) for g in gradients],
                 "began": [self._began.get(id(p)) for p in parameters],
-                "before": [tensor_digest(p) for p in parameters],
+                "before": [digest for digest, _ in before],
+                "projected_before": [projection for _, projection in before],
                 "gradients": [None if g is None else _gradient_digest(g) for g in gradients],
             }
 
