@@ -132,7 +132,6 @@ def _with_equal_weights(check: str, training: RecordedTraining, step: int | None
         f"divide the sum by the number of ranks, {training.world_size}",
         cause="weights-summed-over-ranks",
         family="averaging",
-        step=step,
     )
 
 
