@@ -268,6 +268,7 @@ NEXT_STEPS: Final[Mapping[str, str]] = {
     "It is not known whether the loss was multiplied by it": (
         "compute the loss with one function of `torch.nn.functional`, or set the loss scale to 1 for the check"
     ),
+    "every step was skipped": "record later steps with `--after N`",
     "the optimizer took no step during the recording": "record later steps with `--after N`",
     "the optimizer took no recorded step": "record more steps with `--steps N`",
     "not in the sample of --sample-parameters": "leave out `--sample-parameters` to have all parameters judged",
@@ -276,10 +277,12 @@ NEXT_STEPS: Final[Mapping[str, str]] = {
     ),
     "the gradient did not come from a recorded backward pass": "compute gradients with `loss.backward()`",
     "the script also changes the weights between optimizer steps": (
-        "for the check, leave out what the script changes between steps: the optimizer's updates are then judged"
+        "for the check, leave out what the script changes between steps, unless it averages over ranks: the "
+        "optimizer's updates are then judged"
     ),
     "the script also changes the optimizer's state between steps": (
-        "for the check, leave out what the script changes between steps: the optimizer's updates are then judged"
+        "for the check, leave out what the script changes between steps, unless it averages over ranks: the "
+        "optimizer's updates are then judged"
     ),
 }
 """Maps a part of a reason to what to do about it. Reasons that already say what to do, and reasons without a remedy,
