@@ -191,3 +191,31 @@ def test_constants_that_are_meant_or_not_used_have_none(gather: Gather) -> None:
 
 def test_what_a_checkpoint_keeps_is_not_computed_again() -> None:
     notes(without_modules)
+
+
+def summed(gather: Gather) -> list[float]:
+    """Sum gradients over ranks that each compute the loss of all outputs: it is the gradient of that loss."""
+    torch.manual_seed(0)
+    weight = nn.Linear(WIDTH, WIDTH)
+    optimizer = torch.optim.SGD(weight.parameters(), 0.1)
+    for step in range(2):
+        rows = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        every = gather(weight(rows))
+        functional.cross_entropy(every @ every.T, torch.arange(len(every))).backward()
+        for one in weight.parameters():
+            assert one.grad is not None
+            dist.all_reduce(one.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+    return []
+
+
+def own_inserted_without_gradients(rows: Tensor) -> Tensor:
+    every = meant(rows).split(ROWS)
+    return torch.cat([rows if rank == dist.get_rank() else every[rank] for rank in range(WORLD)])
+
+
+@pytest.mark.parametrize("gather", [own_inserted, own_inserted_without_gradients, with_gradient])
+def test_a_sum_over_ranks_is_accused_only_if_nothing_is_gathered_as_constants(gather: Gather) -> None:
+    found = [one.cause for one in check_function(partial(summed, gather), WORLD, steps=2).findings if one.cause]
+    assert found == ["summed-over-ranks"] * (gather is with_gradient)

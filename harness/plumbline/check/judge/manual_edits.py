@@ -80,6 +80,13 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
         return not_judged(check, why, step)
     if is_unexplained(finding) and (told := _about_masters(finding, wrong, training)) is not None:
         return told
+    if finding.cause == "summed-over-ranks" and any(rank.facts.get("gathered-outputs") for rank in training.ranks):
+        return not_judged(
+            check,
+            "gradients are the sum over ranks, not their mean, and the script gathers outputs of all ranks without "
+            "gradients. The sum is right if every rank computes the loss of all of these outputs",
+            step,
+        )
     if not any(map(_is_changed, wrong)):
         return finding
     right_until_changed = _right_until_changed(wrong) if is_unexplained(finding) else []

@@ -18,6 +18,7 @@ from plumbline.recording.observer import Observer
 from plumbline.recording.patching import attempt, wrap
 from plumbline.recording.pause import paused
 from plumbline.replay.alias import CallOutputs
+from plumbline.replay.applied_functions import follow_functions
 
 _SAVED = (
     "_saved_self", "_saved_other", "_saved_mat1", "_saved_mat2", "_saved_batch1", "_saved_batch2", "_saved_x1",
@@ -57,9 +58,9 @@ class _Gathered:
 class GatheredOutputObserver(Observer):
     """Follows ``all_gather`` of tensors with a graph: its results have none.
 
-    ``all_gather_into_tensor`` refuses such tensors. Facts of the process: ``used``, whether the graph of a loss saves
-    gathered values as an operand. Calls with gradients disabled are intended, and not followed. The search does not
-    look into modules with parameters.
+    ``all_gather_into_tensor`` refuses such tensors. Facts of a process with such calls: ``used``, whether the graph of
+    a loss saves gathered values as an operand. Calls with gradients disabled are intended, and not followed. The search
+    does not look into modules with parameters. Calls in a custom ``autograd.Function`` usually have a backward.
     """
 
     name = "gathered-outputs"
@@ -67,7 +68,10 @@ class GatheredOutputObserver(Observer):
     def __init__(self) -> None:
         self._gathered: deque[_Gathered] = deque(maxlen=MOST_CALLS)
         self._is_used = False
+        self._has_calls = False
         self._has_hooks = False
+        self._in_functions = 0
+        self._end: Callable[[], None] = lambda: None
 
     def install(self) -> None:
         """Wrap ``all_gather``, and the entry of hooks on saved tensors."""
@@ -75,9 +79,21 @@ class GatheredOutputObserver(Observer):
             wrap(torch.distributed, "all_gather", self._around)
             wrap(torch.autograd.graph.saved_tensors_hooks, "__enter__", self._around_hooks)
 
+    def start(self) -> None:
+        super().start()
+        self._end = follow_functions(self._applied)
+
     def stop(self) -> None:
         super().stop()
+        self._end()
         self._gathered.clear()
+
+    def _applied(self, run: Callable[..., Any], kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._in_functions += 1
+        try:
+            return run(*args, **kwargs)
+        finally:
+            self._in_functions -= 1
 
     def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
         """Look for rows of other ranks near the loss."""
@@ -88,11 +104,11 @@ class GatheredOutputObserver(Observer):
             attempt(self._look, gathered, roots, has_hooks)
 
     def final_facts(self) -> Facts | None:
-        return {"used": True} if self._is_used else None
+        return {"used": self._is_used} if self._has_calls else None
 
     def _around(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        if not torch.compiler.is_compiling() and self.attends and torch.is_grad_enabled():
+        if not torch.compiler.is_compiling() and self.attends and not self._in_functions:
             attempt(self._note, [*args, *kwargs.values()])
         return result
 
@@ -104,7 +120,9 @@ class GatheredOutputObserver(Observer):
     def _note(self, given: Sequence[Any]) -> None:
         parts, own = given[:2]
         if own.requires_grad and own.dim() > 1:  # one number, or one for each sample, is what scripts print
-            self._gathered.append(_Gathered(own.detach(), id(own.grad_fn), [part.detach() for part in parts]))
+            self._has_calls = True
+            if torch.is_grad_enabled():
+                self._gathered.append(_Gathered(own.detach(), id(own.grad_fn), [part.detach() for part in parts]))
 
     def _look(self, gathered: Sequence[_Gathered], roots: Sequence[Tensor], has_hooks: bool) -> None:
         nodes, is_whole = _near([one.grad_fn for one in roots], {one.node for one in gathered})
