@@ -155,10 +155,12 @@ class Experts(nn.Module):
         super().__init__()
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "experts"))
         self.replicas, self.group = mesh["replicas"].get_group(), mesh["experts"].get_group()
+        self.unreduced: tuple[str, ...] = ()
         torch.manual_seed(0)
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
         torch.manual_seed(1 + mesh["experts"].get_local_rank())
         self.expert = nn.Linear(WIDTH, WIDTH)
+        nn.init.zeros_(self.expert.bias)
 
     def forward(self, values: Tensor) -> Tensor:
         from torch.distributed.nn.functional import all_to_all_single
@@ -172,7 +174,7 @@ class Experts(nn.Module):
 
     def reduce(self, groups: Sequence[Any]) -> None:
         for name, one in self.named_parameters():
-            for group in groups if name.startswith("expert") else [None]:
+            for group in () if name in self.unreduced else groups if name.startswith("expert") else [None]:
                 dist.all_reduce(one.grad, group=group)
             one.grad /= 4
 
@@ -187,10 +189,31 @@ def experts_not_reduced() -> None:
     train(model, dist.get_rank(), lambda _: model.reduce([]))
 
 
+def experts_reduced_over_experts() -> None:
+    model = Experts()
+    train(model, dist.get_rank(), lambda _: model.reduce([model.group]))
+
+
+def experts_biases_not_reduced() -> None:
+    model = Experts()
+    model.unreduced = ("expert.bias",)
+    train(model, dist.get_rank(), lambda _: model.reduce([model.replicas]))
+
+
 def test_experts_that_are_reduced_over_their_replicas_are_right() -> None:
     training = checked(experts_reduced, 4)
     assert not bad(training)
     assert answer_of(training) is Answer.RIGHT
+
+
+def test_parts_that_are_reduced_over_the_ranks_of_other_parts_are_named() -> None:
+    (found, *_) = bad(checked(experts_reduced_over_experts, 4))
+    assert found.cause == "blocks-averaged-with-each-other"
+
+
+def test_constants_in_a_layer_of_parts_are_replicas_where_its_weight_is() -> None:
+    (found,) = bad(checked(experts_biases_not_reduced, 4))
+    assert (found.cause, found.parameter) == ("some-parameters-not-synchronised", "expert.bias")
 
 
 def test_replicas_of_different_parts_that_nobody_reduces_are_named() -> None:

@@ -31,8 +31,9 @@ Instance = tuple[str, tuple[int, ...], tuple[int, ...]]
 class Kind(NamedTuple):
     """Parameters of one family that can be copies of each other.
 
-    ``beginning`` numbers the values with which they began. It is 0 if the whole family began alike, or if these values
-    are unknown because the parameters were first compared later than others of their family.
+    ``beginning`` numbers the values with which they, or another parameter of their layer, began. It is 0 if the whole
+    family began alike, or if these values are unknown because the parameters were first compared later than others of
+    their family.
     """
 
     name: str
@@ -85,7 +86,7 @@ class Beginnings:
     layer.
 
     Values that are not constant are seldom equal by chance. If only some ranks began with the same ones, these ranks
-    hold replicas of one part, such as an expert, and other ranks hold other parts.
+    hold replicas of one part, such as an expert, and other ranks hold other parts. So do the constants in its layer.
     """
 
     def __init__(self) -> None:
@@ -107,6 +108,24 @@ class Beginnings:
         if constant:
             self._constant.update(self.kind(family, one) for one in instances)
 
+    def follow_layers(self) -> None:
+        """Tell constants apart as another parameter of their layer, if that began with different values on ranks.
+
+        The bias of a column-parallel layer is then copied among the ranks that hold copies of the weight.
+        """
+        constants: dict[Family, list[Instance]] = {}
+        for one in self._beginnings:
+            family = one[0], one[1], len(one[2])
+            if self._alike[family] and self._is_a_part(self.kind(family, one)):
+                constants.setdefault(family, []).append(one)
+        for (name, *_), own in constants.items():
+            layers: dict[Family, dict[tuple[int, ...], int]] = {}
+            for (other, shape, ranks), number in self._beginnings.items():
+                if number and other.rpartition(".")[0] == name.rpartition(".")[0]:
+                    layers.setdefault((other, shape, len(ranks)), {})[ranks] = number
+            known = next((of for of in layers.values() if all(one[2] in of for one in own)), {})
+            self._beginnings.update({one: known[one[2]] for one in own if known})
+
     def knows(self, family: Family) -> bool:
         """Return whether it was noted how a family began."""
         return family in self._alike
@@ -121,7 +140,7 @@ class Beginnings:
 
     def may_be_copies(self, kind: Kind) -> bool:
         """Return whether different instances of a parameter may be meant as copies of one."""
-        if self.began_alike(kind):
+        if self.began_alike(kind) and not kind.beginning:
             return not self._is_a_part(kind)
         return kind.beginning > 0 and kind not in self._constant
 
@@ -170,6 +189,7 @@ def grouped(held: Sequence[Sequence[Facts]], unit: float, beginnings: Beginnings
     for family, found in families.items():
         if not beginnings.knows(family):
             _note_beginning(held, family, found, beginnings, most)
+    beginnings.follow_layers()
     kinds = [
         (beginnings.kind(family, _instance(held, copies[0][0])), copies)
         for family, found in families.items()
@@ -328,21 +348,24 @@ def replicas_of_stages(
 def have_one_gradient(
     held: Sequence[Sequence[Facts]], groups: Sequence[Group], index: int, unit: float, beginnings: Beginnings
 ) -> bool:
-    """Return whether a parameter's parts, of a DTensor or with different weights, have the same gradient."""
+    """Return whether the parts of a DTensor, or some parts with different weights, have the same gradient."""
     group, most = groups[index], largest_rounding(unit)
     every = [held[rank][number] for rank, number in group.keys]
     are_parts = any(one["copies"] < len(one["ranks"]) and "pieces" not in one for one in every)
     if not are_parts and beginnings.began_alike(group.kind):
-        return len(group.instances) > 1 and not beginnings.may_be_copies(group.kind)
+        kinds = {beginnings.kind(group.kind.family, _instance(held, one[0])) for one in group.instances}
+        return len(kinds) > 1 or (len(group.instances) > 1 and not beginnings.may_be_copies(group.kind))
     if are_parts:
-        parts = [[key] for key in group.instances[0]]
-    else:
-        parts = [list(other.instances[0]) for other in groups if other.kind.family == group.kind.family]
-    first, *others = parts
-    return bool(others) and all(
-        _same(held, first, other, ("gradient",), most)
-        and (are_parts or not _same(held, first, other, ("weights",), most))
-        for other in others
+        first, *others = ([key] for key in group.instances[0])
+        return bool(others) and all(_same(held, first, other, ("gradient",), most) for other in others)
+    first = group.instances[0]
+    if not any(any(held[rank][number]["gradient"]) for rank, number in first):
+        return False
+    return any(
+        _same(held, first, other.instances[0], ("gradient",), most)
+        and not _same(held, first, other.instances[0], ("weights",), most)
+        for other in groups
+        if other.kind.family == group.kind.family
     )
 
 
