@@ -108,7 +108,9 @@ def _scheduled(kind: str) -> tuple[list[nn.Module], Step]:
     stages = [Stage() for _ in range(count - 1)] + [Stage(4)]
     places = [rank] if has_one else [rank, count - 1 - rank] if "V" in kind else [rank, rank + world]
     mine = [pipelining.PipelineStage(stages[one], one, count, torch.device("cpu")) for one in places]
-    return [stages[one] for one in places], _step(schedule(mine[0] if has_one else mine, 4, functional.mse_loss), mine)
+    options = _UNSCALED if MISTAKE == "not-scaled" else {}
+    made = schedule(mine[0] if has_one else mine, 4, functional.mse_loss, **options)
+    return [stages[one] for one in places], _step(made, mine)
 
 
 def _of_two(kind: str, loss: Callable[[Tensor, Tensor], Tensor], **options: bool) -> tuple[list[nn.Module], Step]:
@@ -330,7 +332,6 @@ def run(scene: str, mistake: str = "") -> None:
         "communicating": _communicating, "in-parts": _in_parts, "replicas": _replicas, "alike": _alike, "tied": _tied,
         "equal": _equal, "accumulated": _accumulated,
         "summed": partial(_summed, "1F1B"), "clipped": partial(_of_two, "1F1B", functional.mse_loss),
-        "unscaled": partial(_of_two, "1F1B", functional.mse_loss, **_UNSCALED),
         "freed": _freed, "sent-in-float32": partial(_converted, torch.float32),
         "sent-in-bfloat16": partial(_converted, torch.bfloat16),
     }  # fmt: skip

@@ -37,6 +37,7 @@ WRONG = {
     ("ring", "no-gradient-to-neighbours"): "backward-wrong",
     ("summed-ring", "loss-not-divided"): "summed-over-ranks",
     ("ring", "first-not-reduced"): "some-parameters-not-synchronised",
+    ("ring", "none-reduced"): "some-parameters-not-synchronised",
     ("pipeline-by-hand", "gradient-sent-doubled"): "exchanged-otherwise",
     ("gathered-head", "head-not-reduced"): "of-the-holders-samples",
     ("sharded-gathered-head", "head-not-reduced"): "of-the-holders-samples",

@@ -68,10 +68,17 @@ def test_weights_of_different_stages_that_begin_equal_may_be_tied(plumbline: Any
     assert "embedding.weight on rank 0 and head.weight on rank 1" in notes[0]
 
 
-def test_gradients_that_no_schedule_scales_are_a_sum(plumbline: Any) -> None:
-    training = checked(plumbline, "unscaled")
+@pytest.mark.parametrize("kind", ["GPipe", "1F1B", "Interleaved1F1B"])
+def test_gradients_that_no_schedule_scales_are_a_sum(plumbline: Any, kind: str) -> None:
+    training = checked(plumbline, kind, "not-scaled")
     assert answer_of(training) is Answer.RIGHT
     assert [one for one in training.findings if "the sum over 4 micro-batches" in one.message]
+
+
+@pytest.mark.parametrize("kind", ["GPipe", "Interleaved1F1B"])
+def test_gradients_that_a_schedule_scales_are_a_mean(plumbline: Any, kind: str) -> None:
+    (told,) = (one.message for one in checked(plumbline, kind).findings if one.check == "objective")
+    assert told.startswith("Rank 1's own loss is the mean over its")
 
 
 def test_stages_that_send_in_their_forward_are_judged_in_full(plumbline: Any) -> None:

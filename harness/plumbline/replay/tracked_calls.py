@@ -115,6 +115,10 @@ class TrackedCalls:
         """Return the calls at which gradients arrived."""
         return [one for one in self.calls if one.cotangents]
 
+    def reached(self, number: int) -> list[int]:
+        """Return the numbers of the calls that a backward pass has reached."""
+        return [one.number for one in self.calls if number in one.cotangents]
+
     def forget(self) -> None:
         """Forget the gradients that arrived, and the calls that no other backward pass can reach."""
         for call in self.calls:
@@ -188,6 +192,7 @@ class TrackedCalls:
         return any(one is module for call in self.calls for one, _ in call.training)
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrackedCall | None:
+        self._number += 1
         try:
             if self._begins is not None:
                 self._begins(module, args, kwargs)
@@ -197,7 +202,6 @@ class TrackedCalls:
             return None
 
     def _recorded(self, called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrackedCall:
-        self._number += 1
         module = unwrapping.unwrapped(called)
         inputs = [one for one in _set_as_attributes(module) if not self._is_weight(one[-1])]
         devices = {one.device for one in (*tensors_in((args, kwargs)), *module.parameters())}

@@ -158,15 +158,18 @@ class JointTruth(Truth[JointGradient]):
             return self._not_zeroed()
         if not wrong and (unknown := self._multiplied_by_hand()) is not None:
             return unknown
-        if not wrong and self.is_sum and not self.is_by_hand:
-            if self.is_of_one_loss and not is_divided:
-                return self._counted_by_every_rank()
-            if is_divided is False:
-                return self._summed()
+        is_summed = not wrong and self.is_sum and not self.is_by_hand
+        if is_summed and self.is_of_one_loss and not is_divided:
+            return self._counted_by_every_rank()
         every = [found["own"] for _, found in self.compared if not found["wrong"]]
+        if is_summed and is_divided is False and not self.judged:
+            # If no parameter is certainly shared, the gradient of each copy alone looks like a part of the sum.
+            every = [found["doubtful"] for _, found in self.compared]
         own = [one for one in every[0] if all(one in others for others in every)] if every else []
         if own:  # what is wrong at a later step may follow from that
             return self._not_averaged(own)
+        if is_summed and is_divided is False:
+            return self._summed()
         tied = next(((number, pair) for number, found in self.compared for pair in found["tied_apart"]), None)
         if not wrong and tied is not None:
             return self._not_added(*tied)

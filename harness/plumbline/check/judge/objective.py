@@ -27,8 +27,10 @@ from plumbline.check.judge.step_objective import (
     StepObjective,
     equals,
     factor_of,
+    forwards_by_pass,
     have_own_batches,
     is_sum_of_calls,
+    loss_passes,
     spread,
     step_objectives,
     steps_together,
@@ -181,7 +183,7 @@ def _optimised(objectives: Sequence[StepObjective], rank: int | None, *, is_a_te
     if len(functions) > 1:
         return f"{loss} of a step has separate backward passes with different loss functions: {listed(functions)}."
     if rank is not None:
-        objectives = [replace(one, factor=1.0) for one in objectives]
+        objectives = [one if one.is_only_loss else replace(one, factor=1.0) for one in objectives]
     worst = max(objectives, key=lambda one: spread(one.rates))
     function, terms = worst.shares[0].function, _from_to(amount, [one.terms for one in objectives])
     is_multiplied = any(abs(one.factor - 1) > NEAR for one in objectives)  # by the script, after the backward passes
@@ -323,7 +325,7 @@ def _are_alike(totals: Sequence[float]) -> bool:
 def summed_micro_batches(ranks: Sequence[RecordedRank]) -> HeadlineNote | None:
     """Return a note if each step adds up the mean losses of its micro-batches, however they are computed."""
     steps = list(steps_together(ranks))
-    counts = {len(step.passes) for own in steps for step in own}
+    counts = {len(loss_passes(step)) for own in steps for step in own}
     if len(counts) != 1 or (count := counts.pop()) < 2 or len({own[0].optimizer for own in steps}) > 1:
         return None
     sizes = {
@@ -333,7 +335,7 @@ def summed_micro_batches(ranks: Sequence[RecordedRank]) -> HeadlineNote | None:
         if not abs(factor_of(own) - 1) <= NEAR:
             return None
         for step in own:
-            if step.other_passes or not all(_is_mean(one, count) for one in step.passes):
+            if step.other_passes or not all(_is_mean(one, count) for one in loss_passes(step)):
                 return None
             if not (have_own_batches(step) or _have_own_rows(step, sizes)):
                 return None
@@ -362,7 +364,7 @@ def _have_own_rows(step: RecordedStep, sizes: dict[int, int | None]) -> bool:
 
     Different rows may be views of the same ones. Each view has as many rows as the batch, and each part has fewer.
     """
-    forwards = [one.facts.get("batches", {}).get("forwards", ()) for one in step.passes]
+    forwards = forwards_by_pass(step)
     if any(len(own) != 1 or "order" not in own[0] for own in forwards):
         return False
     made = [own[0] for own in forwards]

@@ -48,13 +48,15 @@ class StepObjective:
     ``batches_differ``: each loss comes from its own batch. ``factor``: the number by which the mean over ranks of the
     gradients was multiplied before the step, apart from clipping. It is not 1 if the script divides the gradients
     instead of the loss. ``gap``: the distance between the gradient of the objective and that of the mean over all
-    terms, relative to the latter; None if unknown.
+    terms, relative to the latter; None if unknown. ``is_only_loss``: one stage of a pipeline computes the only loss,
+    and its gradient is a known multiple of what the backward passes computed.
     """
 
     ranks: tuple[tuple[Share, ...], ...]
     batches_differ: bool
     factor: float
     gap: float | None = None
+    is_only_loss: bool = False
 
     @property
     def shares(self) -> list[Share]:
@@ -101,7 +103,9 @@ def objective_of(steps: Sequence[RecordedStep]) -> StepObjective | None:
         return None
     made = tuple(tuple(own) for own in shares if own is not None)
     differ = all(have_own_batches(step) for step in steps)
-    return StepObjective(made, differ, factor_of(steps), _gap(steps, made))
+    factor = factor_of(steps)
+    is_only_loss = (steps[0].facts.get(JOINT) or {}).get("losses") == len(steps) == 1 and not math.isnan(factor)
+    return StepObjective(made, differ, factor, _gap(steps, made), is_only_loss)
 
 
 def objective_of_losses(steps: Sequence[RecordedStep]) -> StepObjective | None:
@@ -186,11 +190,31 @@ def received_by(steps: Sequence[RecordedStep]) -> Tensor:
 
 def have_own_batches(step: RecordedStep) -> bool:
     """Return whether each pass follows one forward of the same module, with its own batch of the same loader."""
-    fetched = [_fetched(one) for one in step.passes]
+    fetched = [_fetched(own) for own in forwards_by_pass(step)]
     if any(one is None for one in fetched):
         return False
     known = [one for one in fetched if one is not None]
     return len({one[:2] for one in known}) == 1 and len(set(known)) == len(known)
+
+
+def loss_passes(step: RecordedStep) -> list[BackwardPass]:
+    """Return the passes that begin at a loss, not at activations whose gradient another pipeline stage computed."""
+    joint = step.facts.get(JOINT) or {}
+    has_stages = joint.get("losses", 1) < joint.get("ranks", 1)
+    return [one for one in step.passes if not (has_stages and one.facts["is_inner"])]
+
+
+def forwards_by_pass(step: RecordedStep) -> list[Sequence[Facts]]:
+    """Return the forwards before each pass from a loss, or those that it reaches if forwards come before other passes.
+
+    Schedules of pipelines run several forwards before the first pass.
+    """
+    before = [one.facts.get("batches", {}).get("forwards", ()) for one in step.passes]
+    if all(before) and len(loss_passes(step)) == len(before):
+        return before
+    numbered = {made.get("number"): made for own in before for made in own}
+    reached = [one.facts.get("reached", ()) for one in loss_passes(step)]
+    return [[numbered[number] for number in own if number in numbered] for own in reached]
 
 
 def spread(rates: Sequence[float]) -> float:
@@ -209,6 +233,8 @@ def _gap(steps: Sequence[RecordedStep], ranks: Sequence[Sequence[Share]]) -> flo
 
     If a pass differentiates nothing but one loss, its gradient is that of the loss's mean, times the loss's weight.
     """
+    if any(len(loss_passes(step)) < len(step.passes) for step in steps):
+        return None  # other passes add the gradients of other stages
     pairs = [
         (share, one.local / one.scale)
         for step, shares in zip(steps, ranks, strict=True)
@@ -254,11 +280,11 @@ def weigh_the_same(calls: Sequence[Facts]) -> bool:
 
 
 def _shares(step: RecordedStep) -> list[Share] | None:
-    """Return the one loss of each pass; None if a pass has none or several, or other optimizers' passes add to it."""
+    """Return the one loss of each pass from a loss; None if a pass has none or several, or other optimizers' passes add to it."""
     if step.other_passes:
         return None
     shares = []
-    for one in step.passes:
+    for one in loss_passes(step):
         noted = one.facts.get("objective", {})
         calls = calls_of_one_loss(noted)
         if not calls or any(call["weight"] is None for call in calls):
@@ -271,8 +297,7 @@ def _shares(step: RecordedStep) -> list[Share] | None:
     return shares
 
 
-def _fetched(one: BackwardPass) -> tuple[Any, ...] | None:
-    forwards = one.facts.get("batches", {}).get("forwards", ())
+def _fetched(forwards: Sequence[Facts]) -> tuple[Any, ...] | None:
     if not forwards or forwards[0]["fetched"] is None:
         return None
     # A wrapper, such as DeepSpeed's engine, passes the same batch on to the module inside it.

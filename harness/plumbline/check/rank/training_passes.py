@@ -21,6 +21,7 @@ from plumbline.check.rank.optimizer_gradients import has_gradient_hooks
 from plumbline.check.rank.own_errors import OwnErrors
 from plumbline.check.rank.parameter_sample import ParameterSample
 from plumbline.check.rank.pass_windows import PassWindows
+from plumbline.recording.backward_passes import is_number
 from plumbline.recording.flat_sharding import arrivals
 from plumbline.recording.observer import Observers
 from plumbline.recording.parameter_names import ParameterNames
@@ -150,6 +151,7 @@ class TrainingPasses:
             leaves[id(parameter)] = parameter, leaf
         copied = [one for one in self._layouts.candidates() if id(one) not in leaves]
         self._gradients.follow(((one, one) for one in copied), reduced=self._layouts.reduced)
+        one.facts["is_inner"] = not any(map(is_number, roots))
         one.facts["weights"] = [hash(tuple(map(written, parameters_of(each)))) for each in self._optimizers]
         self._observers.tell(lambda observer: observer.backward_begins(one.number, roots))
 
@@ -161,6 +163,7 @@ class TrainingPasses:
         if self._gradients.error is not None:
             raise self._gradients.error
         one.facts |= self._observers.tell(lambda observer: observer.backward_ends(one.number))
+        one.facts["reached"] = self._calls.reached(one.number)
         if self._gradients.passes.has_failed:
             return  # the script catches the error and retries, as with a smaller batch if memory was short
         one.scale = self._scales[one.number] = self._loss_scale.scale

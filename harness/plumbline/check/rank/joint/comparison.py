@@ -220,6 +220,7 @@ class GradientSearch:
             "unsearched": [],
             "limit": self._derivative.limit,
             "losses": self._derivative.losses,
+            "ranks": len(self._every),
         }
         right: list[Facts] = []
         found["right"] = right

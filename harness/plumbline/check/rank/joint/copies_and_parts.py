@@ -93,6 +93,7 @@ class Beginnings:
         self._alike: dict[Family, bool] = {}
         self._constant: set[Kind] = set()
         self._beginnings: dict[Instance, int] = {}
+        self._layers: dict[Instance, int] = {}
         self.parts: set[Kind] = set()
         """Parameters that are the same on several ranks, but have right gradients only as separate parts."""
         self.after_reductions: set[str] = set()
@@ -124,7 +125,7 @@ class Beginnings:
                 if number and other.rpartition(".")[0] == name.rpartition(".")[0]:
                     layers.setdefault((other, shape, len(ranks)), {})[ranks] = number
             known = next((of for of in layers.values() if all(one[2] in of for one in own)), {})
-            self._beginnings.update({one: known[one[2]] for one in own if known})
+            self._layers.update({one: known[one[2]] for one in own if known})
 
     def knows(self, family: Family) -> bool:
         """Return whether it was noted how a family began."""
@@ -132,7 +133,8 @@ class Beginnings:
 
     def kind(self, family: Family, instance: Instance) -> Kind:
         """Return the kind of an instance."""
-        return Kind(*family, self._beginnings.get(instance, 0))
+        of_layer = 0 if family[0] in self.after_reductions else self._layers.get(instance, 0)
+        return Kind(*family, of_layer or self._beginnings.get(instance, 0))
 
     def began_alike(self, kind: Kind) -> bool:
         """Return whether all ranks began with the same values of a parameter."""

@@ -16,8 +16,9 @@ from plumbline.recording.rehearsal import is_rehearsal
 class BatchObserver(Observer):
     """Notes, for each backward pass, the forwards since the one before it: ``{"forwards": [...]}``.
 
-    A forward also has what ``rows_of`` returns, if it is given tensors. ``module`` numbers the outermost modules in the
-    order of their first calls. ``fetched`` is the loader's batch, None without a loader.
+    A forward also has what ``rows_of`` returns, if it is given tensors. ``number`` counts forwards, as the numbers of
+    tracked calls do. ``module`` numbers the outermost modules in the order of their first calls. ``fetched`` is the
+    loader's batch, None without a loader.
     """
 
     name = "batches"
@@ -26,9 +27,11 @@ class BatchObserver(Observer):
         self._loaders = loaders
         self._modules: list[nn.Module] = []
         self._forwards: list[Facts] = []
+        self._number = 0
 
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Hash the rows of the inputs."""
+        self._number += 1
         if is_rehearsal():
             return
         if not any(known is module for known in self._modules):
@@ -36,6 +39,7 @@ class BatchObserver(Observer):
         place = next(i for i, known in enumerate(self._modules) if known is module)
         self._forwards.append(
             {
+                "number": self._number,
                 "module": place,
                 "class": type(module).__name__,
                 "training": module.training,

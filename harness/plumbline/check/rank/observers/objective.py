@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim.optimizer import Optimizer
 
 from plumbline.check.evidence.training import Facts
 from plumbline.check.rank.observers.loss_functions import ELEMENTS, FOLLOWED, LossCall, describe
@@ -56,6 +57,9 @@ class ObjectiveObserver(Observer):
     ``terms``: all terms of the loss, as ``LossTerm`` describes them, None if the graph is not a sum of numbers. With
     ``count_tokens``, a pass has ``tokens``: for each forward the number of labels that are not ``ignored``, for losses
     written by hand.
+
+    Schedules of pipelines run several forwards before the first backward pass. So a call waits for its gradient until
+    an optimizer steps.
     """
 
     name = "objective"
@@ -65,6 +69,7 @@ class ObjectiveObserver(Observer):
         self._ignored = ignored
         self._depth = 0
         self._calls: list[_Call] = []
+        self._waiting: list[_Call] = []
         self._tokens: list[int] = []
         self._root: Any = None
         self._means: list[list[float]] | None = None
@@ -88,7 +93,7 @@ class ObjectiveObserver(Observer):
     def stop(self) -> None:
         super().stop()
         self._root, self._means, self._terms = None, None, None
-        self._calls, self._tokens, self._roots = [], [], []
+        self._calls, self._waiting, self._tokens, self._roots = [], [], [], []
 
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the modules and the rows of a batch, and count the labels if asked to."""
@@ -102,20 +107,22 @@ class ObjectiveObserver(Observer):
 
     def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
         """Read the loss terms and the weights of means from the graph while it exists."""
+        pending = [*self._waiting, *self._calls]
         if len(roots) == 1 and is_number(roots[0]):
             self._root = roots[0].grad_fn
             self._means = attempt(mean_weights, self._root)
-            calls = {id(one.node): one.call.function for one in self._calls}
+            calls = {id(one.node): one.call.function for one in pending}
             names = {id(node): name for name, node in held_losses(self._roots) if node is not None}
-            for one in self._calls:
+            for one in pending:
                 one.is_masked = one.call.function in ELEMENTS and attempt(hides_a_mask, one.node) is not False
             self._terms = attempt(LossTerms, self._root, calls, names, self._rows)
 
     def backward_ends(self, number: int) -> Facts | None:
-        """Return the calls at whose results a gradient arrived in this pass; drop the others."""
-        calls, self._calls = self._calls, []
+        """Return the calls at whose results a gradient arrived in this pass."""
+        calls, self._calls = [*self._waiting, *self._calls], []
         tokens, self._tokens = self._tokens, []
         used = [one for one in calls if one.cotangent is not None]
+        self._waiting = [one for one in calls if one.cotangent is None]
         alone = len(used) == 1 and _is_multiple(self._root, used[0].node)
         means, self._root, self._means = self._means, None, None
         terms, self._terms = self._terms, None
@@ -131,6 +138,11 @@ class ObjectiveObserver(Observer):
             "terms": None if terms is None else [one.facts for one in terms.terms],
             **({"tokens": tokens} if tokens else {}),
         }
+
+    def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
+        """Drop the calls whose results no backward pass has used."""
+        self._waiting = [one for one in self._waiting if one.cotangent is not None]
+        return None
 
     def _around_loss(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Asked first: a compiled region must not depend on what is being recorded.
