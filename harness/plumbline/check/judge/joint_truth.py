@@ -10,12 +10,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from plumbline.check.evidence.training import Facts, RecordedTraining
+from plumbline.check.evidence.training import Facts, RecordedRank, RecordedTraining
 from plumbline.check.judge.clipped_masters import are_clipped
 from plumbline.check.judge.exchanges import relations_of_losses
 from plumbline.check.judge.joint_gradient import JointGradient
 from plumbline.check.judge.judged_gradients import judged_gradients
-from plumbline.check.judge.loss_scales import are_clipped_apart, scaled_by_mistake
+from plumbline.check.judge.loss_scales import are_clipped_apart, are_clipped_by_hand, scaled_by_mistake
 from plumbline.check.judge.manual_edits import SAME_LENGTH, about_one_factor, multiplied
 from plumbline.check.judge.noted import not_judged
 from plumbline.check.judge.rank_weights import JOINT
@@ -81,6 +81,7 @@ class JointTruth(Truth[JointGradient]):
             if wrong:
                 lengths = self._lengths(number)
                 apart = any(are_clipped_apart(each, lengths) for each in wrong)
+                apart |= are_clipped_by_hand([self._by_hand(rank, number) for rank in self.training.ranks], lengths)
                 cases = [JointGradient.of(number, one, each, window) for each in wrong for one in each["wrong"]]
                 # Copies that differ by more than rounding are compared one by one, and each may be right.
                 if cases := [replace(case, clipped_apart=apart) for case in cases if not case.is_whole]:
@@ -94,6 +95,12 @@ class JointTruth(Truth[JointGradient]):
         return [
             math.hypot(*(step.norm for step in rank.steps if step.number == number)) for rank in self.training.ranks
         ]
+
+    def _by_hand(self, rank: RecordedRank, number: int) -> float | None:
+        """Return the factor by which a rank's script multiplied its gradients at a step, None if unknown."""
+        changes = [step.facts.get("clipping", {}).get("by_hand") for step in rank.steps if step.number == number]
+        factors = {1.0 if one is None else one["factor"] for one in changes}
+        return factors.pop() if len(factors) == 1 else None
 
     @cached_property
     def judged(self) -> frozenset[tuple[str, int]]:

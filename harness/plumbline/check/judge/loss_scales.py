@@ -135,6 +135,22 @@ def are_clipped_apart(found: Facts, lengths: Sequence[float]) -> bool:
     )
 
 
+def are_clipped_by_hand(factors: Sequence[float | None], lengths: Sequence[float]) -> bool:
+    """Return whether ranks shortened the gradients that each of them holds to one norm, by different factors.
+
+    ``factors`` are those by which each rank's script multiplied all of them, None if unknown. ``lengths`` are their
+    norms afterwards.
+    """
+    known = [one for one in factors if one is not None]
+    shortened = [length for factor, length in zip(known, lengths, strict=False) if factor < 1 - SAME_LENGTH]
+    return (
+        len(known) == len(lengths)
+        and spread(known) > 1 + SAME_LENGTH >= max(known)
+        and are_one(shortened)
+        and max(lengths) <= shortened[0] * (1 + SAME_LENGTH)
+    )
+
+
 LEAST = 256
 """Smallest power of two at which the weight of losses counts as a loss scale. Chosen: smaller ones may be numbers of
 micro-batches or ranks."""
