@@ -200,6 +200,56 @@ def experts_biases_not_reduced() -> None:
     train(model, dist.get_rank(), lambda _: model.reduce([model.replicas]))
 
 
+class Reduced(torch.autograd.Function):
+    """Adds tensors up over the ranks of a group, each of which passes the whole gradient on."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
+
+
+class Halves(nn.Module):
+    """Two blocks in halves, each on two of four ranks. The gradients of their inputs are not added up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "halves"))
+        self.replicas, self.group = mesh["replicas"].get_group(), mesh["halves"].get_group()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+        torch.manual_seed(1 + mesh["halves"].get_local_rank())
+        self.ups = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.downs = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+
+    def forward(self, values: Tensor) -> Tensor:
+        values = self.first(values)
+        for up, down in zip(self.ups, self.downs, strict=True):
+            inner = down(functional.gelu(up(values)))
+            values = values + Reduced.apply(inner, self.group)  # type: ignore[no-untyped-call]
+        return self.last(values)
+
+    def average(self) -> None:
+        for one in self.parameters():
+            dist.all_reduce(one.grad, group=self.replicas)
+            one.grad /= 2
+
+
+def halves_of_an_input() -> None:
+    model = Halves()
+    train(model, dist.get_rank() // 2, lambda _: model.average())
+
+
+def test_gradients_averaged_over_some_ranks_may_still_be_parts_of_a_sum() -> None:
+    (found,) = bad(checked(halves_of_an_input, 4))
+    assert (found.check, found.cause) == ("gradients", "exchanged-otherwise")
+
+
 def test_experts_that_are_reduced_over_their_replicas_are_right() -> None:
     training = checked(experts_reduced, 4)
     assert not bad(training)

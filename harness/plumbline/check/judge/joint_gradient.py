@@ -36,7 +36,8 @@ class JointGradient(GradientCase):
     ``functions``: functions that communicate in the forward and whose backward is not the derivative.
     ``clipped_apart``: ranks clipped their parts separately, each to the same norm. ``has_last_pass_apart``: all wrong
     gradients together show that the last backward pass was not reduced. ``has_left_over``: all wrong gradients together
-    show that they contain the previous step's.
+    show that they contain the previous step's. ``has_one_gradient``: ``one_gradient`` holds for some wrong gradient of
+    the step.
     """
 
     index: int
@@ -62,6 +63,7 @@ class JointGradient(GradientCase):
     clipped_apart: bool = False
     has_last_pass_apart: bool = False
     has_left_over: bool = False
+    has_one_gradient: bool = False
     left_in_parts: float = 0.0
     with_all_copies: Facts = field(default_factory=dict)
 
@@ -111,6 +113,11 @@ class JointGradient(GradientCase):
     def is_of_some_ranks(self) -> bool:
         """Whether several ranks share a gradient that lacks the shares of other ranks with a copy."""
         return self.is_a_copy and not self.may_be_whole and len(self.ranks) > 1
+
+    @property
+    def is_averaged_with_others(self) -> bool:
+        """Whether parts of this parameter have one gradient, or its copies lack those ranks that parts also lack."""
+        return self.one_gradient or (self.has_one_gradient and self.is_of_some_ranks)
 
     @property
     def is_whole(self) -> bool:
@@ -327,7 +334,7 @@ register(
     Hypothesis("parts-of-a-sum", "sync", holds(lambda case: bool(case.own_path)),
         "incomplete for {copy} and others: each rank has only its own part of a sum over ranks",
         _SUM_THE_INPUT, 357),
-    Hypothesis("blocks-averaged-with-each-other", "sync", holds(lambda case: case.one_gradient),
+    Hypothesis("blocks-averaged-with-each-other", "sync", holds(lambda case: case.is_averaged_with_others),
         "equal on ranks that hold different parts of a parameter, such as {name}",
         "reduce gradients only over ranks that hold the same parameter: shards are not replicas", 358),
     Hypothesis(PREVIOUS_STEP_NOT_ZEROED.name, "accumulation", holds(lambda case: case.has_left_over),

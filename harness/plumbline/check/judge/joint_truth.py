@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from plumbline.check.evidence.training import Facts, RecordedRank, RecordedTraining
+from plumbline.check.evidence.training import Facts, RecordedRank, RecordedStep, RecordedTraining
 from plumbline.check.judge.clipped_masters import are_clipped
 from plumbline.check.judge.exchanges import relations_of_losses
 from plumbline.check.judge.joint_gradient import JointGradient
@@ -18,6 +18,7 @@ from plumbline.check.judge.judged_gradients import judged_gradients
 from plumbline.check.judge.loss_scales import are_clipped_apart, are_clipped_by_hand, scaled_by_mistake
 from plumbline.check.judge.manual_edits import SAME_LENGTH, about_one_factor, multiplied
 from plumbline.check.judge.noted import not_judged
+from plumbline.check.judge.rank_layout import OBSERVER as LAYOUT
 from plumbline.check.judge.rank_weights import JOINT
 from plumbline.check.judge.received_gradient import ReceivedGradient
 from plumbline.check.judge.step_objective import NEAR, is_loss_divided, objective_of_losses, steps_together
@@ -336,6 +337,9 @@ class JointTruth(Truth[JointGradient]):
         if len(copies) < len(wrong) and (copies or may_be_copies) and all(case.is_a_copy for case in copies):
             name = copies[0].name if copies else may_be_copies[0]
             wrong = [replace(case, own_path=name) for case in wrong]
+        if any(case.one_gradient for case in wrong):  # copies may be reduced over the same ranks as different parts
+            wrong = [replace(case, has_one_gradient=True) for case in wrong]
+            wrong.sort(key=lambda case: not case.one_gradient)
         left = has_left_over(wrong) or has_hidden_left_over(self._measured, self.losses, is_wrong=True)
         apart = has_last_pass_apart(wrong)
         return GradientEvidence([replace(case, has_last_pass_apart=apart, has_left_over=left) for case in wrong])
@@ -385,12 +389,34 @@ def _is_changed(training: RecordedTraining, index: int | None) -> bool:
     return any(step.facts.get("clipping", {}).get("by_hand") or step.facts.get("gradient_hooks") for step in steps)
 
 
+def _groups(training: RecordedTraining) -> list[Sequence[int]]:
+    """Return single ranks, and the groups of neighbours and of every n-th rank that may be process groups."""
+    world = training.world_size
+    layouts = [rank.facts.get(LAYOUT, {}) for rank in training.ranks]
+    sizes = {size for one in layouts for size in (*one.get("groups", ()), *dict(one.get("dimensions", {})).values())}
+    groups: list[Sequence[int]] = [[rank] for rank in range(world)]
+    for size in sorted(one for one in sizes if 1 < one < world and world % one == 0):
+        count = world // size
+        groups += [range(one * size, (one + 1) * size) for one in range(count)]
+        groups += [range(one, world, count) for one in range(count)]
+    return groups
+
+
+def _steps_of(training: RecordedTraining, ranks: Sequence[int]) -> Iterator[dict[int, RecordedStep]]:
+    """Yield the steps that these ranks took together on the same parameters."""
+    recorded = [rank for rank in training.ranks if rank.rank in ranks]
+    for steps in steps_together(recorded):
+        if len({tuple((one.name, one.shape) for one in step.parameters) for step in steps}) == 1:
+            yield {rank.rank: step for rank, step in zip(recorded, steps, strict=True)}
+
+
 def _is_exchanged(training: RecordedTraining, arrived: Sequence[ReceivedGradient], wrong: JointGradient) -> bool:
-    """Return whether the script at most exchanged a gradient between ranks, or divided it by their number."""
+    """Return whether the script at most added a gradient up over a group of ranks, or divided it by their number."""
     own = [
-        ReceivedGradient(index, rank.rank, {rank.rank: step})
-        for rank in training.ranks
-        for index, step in enumerate(rank.steps)
+        ReceivedGradient(index, rank, steps)
+        for ranks in _groups(training)
+        for index, steps in enumerate(_steps_of(training, ranks))
+        for rank in steps
     ]
     cases = [case for case in (*own, *arrived) if case.step.number == wrong.index]
     for rank in wrong.ranks:

@@ -280,7 +280,10 @@ def weigh_the_same(calls: Sequence[Facts]) -> bool:
 
 
 def _shares(step: RecordedStep) -> list[Share] | None:
-    """Return the one loss of each pass from a loss; None if a pass has none or several, or other optimizers' passes add to it."""
+    """Return the one loss of each pass that begins at one.
+
+    None if such a pass has no known loss, or several, or other optimizers' passes add to it.
+    """
     if step.other_passes:
         return None
     shares = []

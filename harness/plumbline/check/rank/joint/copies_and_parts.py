@@ -360,12 +360,12 @@ def have_one_gradient(
     if are_parts:
         first, *others = ([key] for key in group.instances[0])
         return bool(others) and all(_same(held, first, other, ("gradient",), most) for other in others)
-    first = group.instances[0]
-    if not any(any(held[rank][number]["gradient"]) for rank, number in first):
+    own = group.instances[0]
+    if not any(any(held[rank][number]["gradient"]) for rank, number in own):
         return False
     return any(
-        _same(held, first, other.instances[0], ("gradient",), most)
-        and not _same(held, first, other.instances[0], ("weights",), most)
+        _same(held, own, other.instances[0], ("gradient",), most)
+        and not _same(held, own, other.instances[0], ("weights",), most)
         for other in groups
         if other.kind.family == group.kind.family
     )
