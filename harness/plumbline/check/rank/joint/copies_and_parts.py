@@ -117,7 +117,7 @@ class Beginnings:
         constants: dict[Family, list[Instance]] = {}
         for one in self._beginnings:
             family = one[0], one[1], len(one[2])
-            if self._alike[family] and self._is_a_part(self.kind(family, one)):
+            if self._alike.get(family) and self._is_a_part(self.kind(family, one)):
                 constants.setdefault(family, []).append(one)
         for (name, *_), own in constants.items():
             layers: dict[Family, dict[tuple[int, ...], int]] = {}
