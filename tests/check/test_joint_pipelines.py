@@ -21,6 +21,7 @@ WRONG = {
     ("sent-in-float32", "gradient-sent-doubled"): "exchanged-otherwise",
     ("sent-in-bfloat16", "gradient-sent-doubled"): "exchanged-otherwise",
     ("tied", "tied-not-added"): "tied-gradients-not-added",
+    ("alike", "layers-averaged"): "some-tensors-scaled",
     ("replicas", "replicas-not-averaged"): "some-parameters-not-synchronised",
     ("1F1B", "gradients-not-zeroed"): "previous-step-not-zeroed",
     ("Interleaved1F1B", "gradients-not-zeroed"): "previous-step-not-zeroed",

@@ -121,8 +121,12 @@ class JointTruth(Truth[JointGradient]):
     @property
     def may_be_replicas(self) -> bool:
         """Whether a mean over all ranks may be right as well. Stages of a pipeline are never replicas of each other."""
-        is_pipeline = self.losses < self.training.world_size
-        return self.is_sum or (bool(self.doubtful or self.alike) and not is_pipeline)
+        return self.is_sum or (bool(self.doubtful or self.alike) and not self._is_pipeline)
+
+    @property
+    def _is_pipeline(self) -> bool:
+        """Whether some ranks compute no loss."""
+        return self.losses < self.training.world_size
 
     def has_judged(self, parameters: Iterable[tuple[str, int]]) -> bool:
         """Return whether any of the parameters, by name and rank, was compared with the joint forward."""
@@ -333,7 +337,8 @@ class JointTruth(Truth[JointGradient]):
 
     def evidence(self, wrong: Sequence[JointGradient]) -> GradientEvidence[JointGradient]:
         copies = [case for case in wrong if case.began_alike]
-        may_be_copies = self._doubtful_at(wrong[0].index)
+        # Layers of different stages may also begin alike, and no part of a sum is missing in them.
+        may_be_copies = [] if self._is_pipeline else self._doubtful_at(wrong[0].index)
         if len(copies) < len(wrong) and (copies or may_be_copies) and all(case.is_a_copy for case in copies):
             name = copies[0].name if copies else may_be_copies[0]
             wrong = [replace(case, own_path=name) for case in wrong]
