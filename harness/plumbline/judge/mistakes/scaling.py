@@ -47,7 +47,8 @@ register(
         "divide once: DistributedDataParallel averages already", 620),
     GradientMistake("divided-by-another-count", "averaging", multiplied(_other_count),
         "{factor} × the right ones at every step",
-        "divide the sum over ranks by the world size, not by the number of nodes or of GPUs per node", 360),
+        "divide the sum by the number of ranks that add to it, not by the number of nodes, of GPUs per node, or of "
+        "ranks in another group", 360),
     GradientMistake("some-tensors-summed", "averaging",
         in_some_parameters(multiplied(lambda case: several(case.world))),
         "averaged for some parameters and summed over {world} ranks for others",
