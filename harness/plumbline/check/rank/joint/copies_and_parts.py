@@ -361,13 +361,12 @@ def have_one_gradient(
         first, *others = ([key] for key in group.instances[0])
         return bool(others) and all(_same(held, first, other, ("gradient",), most) for other in others)
     own = group.instances[0]
-    if not any(any(held[rank][number]["gradient"]) for rank, number in own):
-        return False
     return any(
         _same(held, own, other.instances[0], ("gradient",), most)
         and not _same(held, own, other.instances[0], ("weights",), most)
+        and any(any(held[rank][number]["gradient"]) for rank, number in own)
         for other in groups
-        if other.kind.family == group.kind.family
+        if other is not group and other.kind.family == group.kind.family
     )
 
 
