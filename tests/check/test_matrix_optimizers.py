@@ -27,7 +27,7 @@ from torch.optim.optimizer import Optimizer
 
 from plumbline.check.function import check_function
 from plumbline.check.judge.near_replay import ALIKE, NearReplay
-from plumbline.check.judge.replayed_updates import ADDED_UP, AT_TIMES, BY_PLACE, BY_TURNS
+from plumbline.check.judge.replayed_updates import ADDED_UP, AT_TIMES, BY_PLACE, BY_TURNS, OF_ALL
 from plumbline.check.rank import memory_needed, store_exchange
 from plumbline.check.verdict.verdict import Answer, answer_of, sentence_on
 from plumbline.core.finding import Finding
@@ -241,6 +241,35 @@ def test_what_a_class_may_mean_is_not_called_a_mistake(make, wrap, why):
     assert not [one for one in updates if one.outcome.is_bad]
     assert any(why in one.message for one in updates)
     assert checked.coverage.updates.part < 1
+
+
+class Normalised(Optimizer):
+    """Divides all gradients by their common norm."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            norm = torch.stack([p.grad.norm() for p in group["params"]]).norm()
+            for p in group["params"]:
+                p.sub_(p.grad / norm, alpha=group["lr"])
+
+
+def test_an_update_that_depends_on_all_parameters_is_judged_if_all_ranks_hold_the_same():
+    check_function(training(Normalised, ddp), 2, steps=2).assert_right(require_full=True)
+
+    def train() -> None:
+        model = torch.nn.Linear(4, 4 + dist.get_rank())
+        optimizer = Normalised(model.parameters())
+        for _ in range(2):
+            model(torch.randn(8, 4)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    (checked,) = check_function(train, 2, steps=2).trainings
+    assert f"not judged: {OF_ALL}" in {one.message for one in checked.findings if one.check == "update"}
 
 
 def test_rounding_that_could_hide_a_step_by_shards_leaves_no_verdict():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -270,14 +270,48 @@ def test_losses_are_the_same_bit_for_bit_whether_steps_are_replayed_or_not(make)
         assert _train(make) == plain
 
 
-def test_a_class_that_torch_does_not_have_is_judged_where_a_copy_repeats_its_step():
-    assert outcomes(recorded(lambda: _train(PlainSign))) == {Outcome.PASSED}
+class Coupled(PlainSign):
+    """One whose updates depend on all gradients, on all states, and on a state that belongs to no parameter."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.shrink = lambda norm: 1 / (1 + norm)
+        self.param_groups[0]["total"] = torch.zeros(())
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        group = self.param_groups[0]
+        held = [p for p in group["params"] if p.grad is not None]
+        for p in held:
+            self.state[p].setdefault("first", p.clone())
+        group["total"].add_(sum((p - self.state[p]["first"]).norm() for p in held))
+        self.state["all"]["steps"] = self.state["all"].get("steps", 0) + 1
+        rate = self.shrink(sum(p.grad.norm() for p in held)) * (1 + group["total"]) / self.state["all"]["steps"]
+        for p in held:
+            p.sub_(p.grad * rate)
+
+
+class Counts(PlainSign):
+    """One whose steps become shorter by a counter that a copy shares."""
+
+    count: ClassVar = [0]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        Counts.count[0] += 1
+        for p in self.param_groups[0]["params"]:
+            p.add_(p.grad, alpha=-1 / Counts.count[0])
+
+
+@pytest.mark.parametrize("make", [PlainSign, lambda p: PlainSign(p, noisy=True), Coupled, Draws])
+def test_a_class_that_torch_does_not_have_is_judged_where_a_copy_repeats_its_step(make):
+    assert outcomes(recorded(lambda: _train(make))) == {Outcome.PASSED}
 
 
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (lambda p: PlainSign(p, noisy=True), "gives a different result for the same step"),
+        (Counts, "gives a different result for the same step"),
         (KeepsFirst, "cannot be copied, so the step cannot be recomputed"),
         (Slow, "uses tensors other than the parameter's own"),
     ],

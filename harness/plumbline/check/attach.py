@@ -165,6 +165,7 @@ def _made_before() -> Iterator[Any]:
     """Yield existing optimizers with step hooks, DDP modules, schedulers, meshes and process groups, in no order."""
     kinds = DistributedDataParallel, LRScheduler
     of_meshes: set[int] = set()
+    gc.collect()  # garbage of earlier trainings that only some ranks hold would number their optimizers differently
     for one in gc.get_objects():
         kind = type(one)
         if issubclass(kind, Optimizer):

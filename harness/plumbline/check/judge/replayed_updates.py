@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from plumbline.check.evidence.training import RecordedTraining
 from plumbline.check.judge.near_replay import BY_SHARD, STILL, NearReplay, differs_from_its_copy, near_replays
 from plumbline.check.judge.noted import ObserverFacts, noted
 from plumbline.check.judge.optimizer_state import changed_state
-from plumbline.check.judge.rank_weights import forward_communicates
+from plumbline.check.judge.rank_weights import common_steps, forward_communicates, weights_at
 from plumbline.check.judge.step_objective import is_loss_divided
 from plumbline.judge.oracle.noise import Deviation, in_noise, limit
 
@@ -22,6 +22,7 @@ BY_TURNS = (
 )
 AT_TIMES = "the optimizer updates it at some steps only, as block-coordinate optimizers do"
 BY_PLACE = "the optimizer scales the updates of some parameters, but not those of others of the same shape"
+OF_ALL = "each update depends on all parameters of the optimizer, and the ranks hold different ones"
 CHANGED = "the script also changes the weights between optimizer steps, and that was not judged"
 STATE_CHANGED = "the script also changes the optimizer's state between steps, and that was not judged"
 ADDED_UP = (
@@ -37,7 +38,7 @@ def replayed_updates(training: RecordedTraining) -> ReplayedUpdates:
     """Return how far the weights after each step are from its replay."""
     # Ranks that compute one loss together may rightly add up their shares of the gradient.
     is_divided = None if forward_communicates(training) else is_loss_divided(training.ranks)
-    updates = ReplayedUpdates(is_divided, _by_turns(training))
+    updates = ReplayedUpdates(is_divided, _by_turns(training), _steps_of_replicas(training))
     for one in noted(training, OBSERVER):
         updates.add(one)
     return updates
@@ -48,11 +49,13 @@ class ReplayedUpdates:
     """Errors of all parameters that were judged, each with its step, and why others were not judged.
 
     ``is_loss_divided``: whether each rank divides its loss by the number of ranks, None if unknown. ``by_turns``: why
-    it may be intended that a parameter is stepped differently at different steps.
+    it may be intended that a parameter is stepped differently at different steps. ``of_replicas``: the optimizer and
+    the number of each step in which all ranks have the same weights; None if there is one rank.
     """
 
     is_loss_divided: bool | None = None
     by_turns: Mapping[Key, str] = field(default_factory=dict)
+    of_replicas: Set[tuple[int, int]] | None = None
     errors: list[tuple[Deviation, ObserverFacts]] = field(default_factory=list)
     why: dict[str, dict[str, None]] = field(default_factory=lambda: defaultdict(dict))
     _moved: set[tuple[int, Key]] = field(default_factory=set)
@@ -74,6 +77,8 @@ class ReplayedUpdates:
         if one.step.skipped:
             return
         doubt = "" if one.facts["why"] or _repeats(one) else _why_inconclusive(one)
+        if one.facts.get("coupled") and not self._is_of_replicas(one):
+            doubt = doubt or OF_ALL
         reasons: dict[str, list[int]] = {one.facts["why"] or doubt: one.numbers}
         reasons |= {why: numbers for why, numbers in one.facts["unjudged"].items() if not one.facts["why"]}
         self._note(one, reasons | {STATE_CHANGED: changed_state(one), CHANGED: one.facts["outside"]})
@@ -101,6 +106,9 @@ class ReplayedUpdates:
             if due or made:
                 held = one.held_in(int(number))
                 self._moved.update((one.rank, (one.step.optimizer, each)) for each in held)
+
+    def _is_of_replicas(self, one: ObserverFacts) -> bool:
+        return self.of_replicas is None or (one.step.optimizer, one.step.number) in self.of_replicas
 
     def _why_unknown(self, known: NearReplay, one: ObserverFacts, name: str, error: float, noise: float) -> str:
         """Return why it is not known whether an update is right, "" if that is known."""
@@ -138,6 +146,18 @@ def _repeats(one: ObserverFacts) -> bool:
         for row in one.facts["parameters"]
         if str(int(row[0])) not in one.facts.get("close", {})
     )
+
+
+def _steps_of_replicas(training: RecordedTraining) -> set[tuple[int, int]] | None:
+    if training.world_size == 1:
+        return None
+    found: set[tuple[int, int]] = set()
+    for place, steps in common_steps(training):
+        weights = list(weights_at(place, steps))
+        is_whole = all(len(step.parameters) == len(weights) for step in steps.values())
+        if is_whole and not any(one.differ("before") for one in weights):
+            found |= {(step.optimizer, step.number) for step in steps.values()}
+    return found
 
 
 def _by_turns(training: RecordedTraining) -> dict[Key, str]:

@@ -69,6 +69,11 @@ def bytes_of_step(parameter: Tensor, others: int) -> int:
     return parameter.numel() * ((1 + others) * parameter.element_size() + _STATES * 8)
 
 
+def bytes_of_steps(entries: int) -> int:
+    """Return the bytes that the replay of a step needs, if parameters and state have so many entries together."""
+    return entries * 4 * 8
+
+
 def free_bytes(device: torch.device) -> int | None:
     """Return how many bytes a process of this machine can still allocate on a device; None if this is unknown."""
     if device.type != "cpu":

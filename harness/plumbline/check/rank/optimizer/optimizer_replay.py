@@ -1,8 +1,9 @@
-"""Replays one optimizer step of one parameter on copies: in the parameter's own precision, and in float64.
+"""Replays one optimizer step on copies: in the parameters' own precision, and in float64.
 
-A twin is an optimizer of the same class and with the same options that has only this parameter, with copies of its
-gradient and state. Nothing of the training is touched: if the class is not one of torch's own, a guard ends the replay
-before an operation reads or writes the training's tensors, or communicates.
+A twin is an optimizer of the same class and with the same options that has copies of parameters, gradients and state:
+of one parameter, or of all parameters if the class is not one of torch's own and enough memory is free. Nothing of
+the training is touched: if the class is not one of torch's own, a guard ends the replay before an operation reads or
+writes the training's tensors, or communicates.
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from plumbline.check.rank.memory_needed import bytes_of_steps, is_free
 from plumbline.check.rank.optimizer.twin import (
+    Inputs,
     StepInput,
     Widened,
     has_share,
     is_of_ranks,
     is_plain,
     stepped,
+    stepped_all,
     uncompiled,
 )
 from plumbline.devices.calls import forked
@@ -126,8 +130,7 @@ def replayed(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, gua
         NotReplayable: the step of a copy fails.
     """
     name = type(optimizer).__name__
-    is_part = local(parameter) is not parameter or is_shard(parameter)
-    if is_part and not is_entry_by_entry(optimizer):
+    if _is_part(parameter) and not is_entry_by_entry(optimizer):
         raise NeedsOtherRanks(f"{name} combines all entries of a parameter, but the rank holds only a shard of it")
     if has_share(optimizer, parameter):
         raise NeedsOtherRanks(f"the rank holds the state of {name} for some parameters only")
@@ -140,21 +143,60 @@ def replayed(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, gua
     return ReplayedStep(exact, native, traced, lowered)
 
 
+def _is_part(parameter: Tensor) -> bool:
+    return local(parameter) is not parameter or is_shard(parameter)
+
+
+def replayed_at_once(optimizer: Optimizer, guard: Guard) -> dict[int, ReplayedStep]:
+    """Return the result of the next step for all parameters at once, by the parameter's number.
+
+    An update can then depend on other parameters, as if the step clips, or adapts one learning rate for all. The
+    result is empty if this is not needed, or not possible on this rank.
+    """
+    parameters = parameters_of(optimizer)
+    if is_of_torch(optimizer) or any(_is_part(one) or has_share(optimizer, one) for one in parameters):
+        return {}
+    held = [_tensors(optimizer.state.get(one, {})) for one in parameters]
+    entries = sum(one.numel() for one in parameters) + sum(one.numel() for each in held for one in each)
+    if not is_free(bytes_of_steps(entries), parameters[0].device):
+        return {}
+    state = optimizer.state
+    groups = [
+        (group, [StepInput(one.detach(), one.grad, state.get(one)) for one in group["params"]])
+        for group in optimizer.param_groups
+        if group["params"]
+    ]
+    shared = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
+    with replaying(optimizer, guard):
+        native = stepped_all(optimizer, groups, shared=shared)
+    with replaying(optimizer, guard):
+        exact, lowered = exactly_stepped_all(optimizer, groups, shared=shared)
+    rows = zip(exact, native, strict=True)
+    return {number: ReplayedStep(*one, lowered=lowered) for number, one in enumerate(rows)}
+
+
 def exactly_stepped(
     optimizer: Optimizer, group: dict[str, Any], given: StepInput, attributes: Attributes | None = None
 ) -> tuple[Tensor, bool]:
     """Return the weights after a step all in float64, and whether the class itself computes in 16 bits."""
+    after, lowered = exactly_stepped_all(optimizer, [(group, [given])], attributes=attributes)
+    return after[0], lowered
+
+
+def exactly_stepped_all(optimizer: Optimizer, groups: Inputs, **options: Any) -> tuple[list[Tensor], bool]:
+    """Return the same for all parameters of a twin."""
     if is_entry_by_entry(optimizer):
-        return stepped(optimizer, group, given, exact=True), False
+        return stepped_all(optimizer, groups, exact=True, **options), False
     widened = Widened()
     try:
         with widened:
-            after = stepped(optimizer, group, given, exact=True, attributes=attributes)
+            after = stepped_all(optimizer, groups, exact=True, **options)
     except NotReplayable:
         raise
     except Exception:  # the class needs the precision that it asks for
-        return stepped(optimizer, group, given, exact=True, attributes=attributes), False
-    return after, widened.lowered and given.weights.dtype not in (torch.float16, torch.bfloat16)
+        return stepped_all(optimizer, groups, exact=True, **options), False
+    dtypes = {given.weights.dtype for _, inputs in groups for given in inputs}
+    return after, widened.lowered and dtypes.isdisjoint((torch.float16, torch.bfloat16))
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Steps a twin: a copy of an optimizer with a single parameter, in the parameter's own precision or all in float64."""
+"""Steps a twin: a copy of an optimizer with copies of some parameters, in their own precision or all in float64."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -33,10 +34,10 @@ def norm_in_float64(tensor: Tensor) -> float:
 
 @dataclass(frozen=True, eq=False)
 class StepInput:
-    """The input of an optimizer's step for one parameter."""
+    """The input of an optimizer's step for one parameter. ``gradient``: None if the parameter has none."""
 
     weights: Tensor
-    gradient: Tensor
+    gradient: Any
     state: Mapping[str, Any] | None = field(default_factory=dict)
 
     @staticmethod
@@ -51,6 +52,10 @@ class StepInput:
         """Return the same input with each tensor changed."""
         state = None if self.state is None else map_state(self.state, change)
         return replace(self, weights=change(self.weights), gradient=change(self.gradient), state=state)
+
+
+Inputs = Sequence[tuple[dict[str, Any], Sequence[StepInput]]]
+"""The groups of an optimizer, each with the input of the step for its parameters."""
 
 
 class Widened(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -69,42 +74,56 @@ class Widened(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
-def stepped(
+def stepped(optimizer: Optimizer, group: dict[str, Any], given: StepInput, **options: Any) -> Tensor:
+    """Return the weights after one step of a twin of the optimizer that has one parameter. Options: ``stepped_all``."""
+    return stepped_all(optimizer, [(group, [given])], **options)[0]
+
+
+def stepped_all(
     optimizer: Optimizer,
-    group: dict[str, Any],
-    given: StepInput,
+    groups: Inputs,
     *,
     exact: bool = False,
     traced: bool = False,
     attributes: Callable[[str, Any], Any] | None = None,
-) -> Tensor:
-    """Return the weights after one step of a twin of the optimizer.
+    shared: Mapping[Any, Any] | None = None,
+) -> list[Tensor]:
+    """Return the weights of all parameters after one step of a twin of the optimizer.
 
     ``exact``: compute in float64. ``traced``: compute as compiled code does, in which the number of the step and values
     derived from it are float32 tensors instead of Python numbers; 1 - β₂ at the first step is then off by 3e-5.
     ``attributes`` is called with the name and the value of each attribute and option, and returns its replacement.
+    ``shared``: the state that belongs to no parameter.
     """
     attributes = attributes or (lambda name, value: value)
-    own = torch.nn.Parameter(_copied(given.weights, exact))
-    own.grad = _copied(given.gradient, exact)
     twin = object.__new__(type(optimizer))
     own_values = {key: _copied_attribute(value, exact) for key, value in vars(optimizer).items() if key != "step"}
     twin.__dict__.update({key: attributes(key, value) for key, value in own_values.items()})
     twin._optimizer_step_pre_hooks = OrderedDict()
     twin._optimizer_step_post_hooks = OrderedDict()
-    options = {key: attributes(key, value) for key, value in _options(group, given.weights.dtype, exact).items()}
-    if traced:
-        options |= {key: False for key in _IMPLEMENTATIONS if key in options}
-    twin.param_groups = [{**options, "params": [own]}]
-    twin.state = defaultdict(dict)
-    if given.state is not None:
-        twin.state[own] = {key: _copied(value, exact) for key, value in given.state.items()}
-    if (exact or traced) and not _unscaled(twin, own.grad):
-        return own.detach()
+    twin.param_groups = []
+    twin.state = defaultdict(dict, _copied(shared or {}, exact))
+    for group, inputs in groups:
+        dtype = inputs[0].weights.dtype
+        options = {key: attributes(key, value) for key, value in _options(group, dtype, exact).items()}
+        if traced:
+            options |= {key: False for key in _IMPLEMENTATIONS if key in options}
+        twin.param_groups.append({**options, "params": [_own_parameter(twin, given, exact) for given in inputs]})
+    parameters = [own for group in twin.param_groups for own in group["params"]]
+    if (exact or traced) and not _unscaled(twin, [own.grad for own in parameters if own.grad is not None]):
+        return [own.detach() for own in parameters]
     with _as_if_compiled() if traced else nullcontext():
         # Call the bare method: the hooks that torch and others wrap around it would count this as a training step.
         inspect.unwrap(type(optimizer).step)(twin)
-    return own.detach()
+    return [own.detach() for own in parameters]
+
+
+def _own_parameter(twin: Optimizer, given: StepInput, exact: bool) -> torch.nn.Parameter:
+    own = torch.nn.Parameter(_copied(given.weights, exact))
+    own.grad = _copied(given.gradient, exact)
+    if given.state is not None:
+        twin.state[own] = {key: _copied(value, exact) for key, value in given.state.items()}
+    return own
 
 
 @contextmanager
@@ -127,22 +146,23 @@ def _as_if_compiled() -> Iterator[None]:
         compiler._is_compiling_flag = before
 
 
-def _unscaled(twin: Optimizer, gradient: Tensor) -> bool:
+def _unscaled(twin: Optimizer, gradients: Sequence[Tensor]) -> bool:
     """Divide by the loss scale as a fused optimizer would; return False if it would skip the step.
 
     GradScaler sets ``found_inf`` and ``grad_scale`` for the duration of a step (``_step_supports_amp_scaling``).
     """
     found, scale = (twin.__dict__.pop(name, None) for name in ("found_inf", "grad_scale"))
     if scale is not None:
-        gradient.div_(float(scale))
+        for gradient in gradients:
+            gradient.div_(float(scale))
     return found is None or not float(found)
 
 
 def _options(group: dict[str, Any], dtype: torch.dtype, exact: bool) -> dict[str, Any]:
     """Return a group's options. For float64, turn off implementations that only some dtypes and devices have."""
+    options = {key: _copied(value, exact) for key, value in group.items() if key != "params"}
     if not exact:
-        return {key: _copied(value, exact) for key, value in group.items() if key != "params"}
-    options = {key: _number(value) for key, value in group.items() if key != "params"}
+        return options
     for key in (*_IMPLEMENTATIONS, "differentiable"):
         if options.get(key):
             options[key] = False
@@ -151,15 +171,6 @@ def _options(group: dict[str, Any], dtype: torch.dtype, exact: bool) -> dict[str
         # Adafactor uses the machine epsilon of the parameter's dtype, and its copy has another dtype.
         options["eps"] = (torch.finfo(dtype).eps, *epsilon[1:])
     return options
-
-
-def _number(value: Any) -> Any:
-    """Return an option with tensors of one entry replaced by numbers, because such a tensor would impose its dtype."""
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value.item()
-    if type(value) in (tuple, list):
-        return type(value)(map(_number, value))
-    return {key: _number(one) for key, one in value.items()} if type(value) is dict else _own(value)
 
 
 def _own(value: Any) -> Any:
@@ -223,14 +234,18 @@ def is_of_ranks(value: Any) -> bool:
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether a value consists only of numbers, strings, dtypes and devices."""
+    """Return whether a value consists only of numbers, strings, dtypes, devices, and functions without a closure."""
+    if isinstance(value, FunctionType):
+        return value.__closure__ is None and is_plain(value.__defaults__)
     if isinstance(value, Tensor):
         return value.dim() == 0
     if isinstance(value, dict):
         return all(is_plain(key) and is_plain(one) for key, one in value.items())
     if isinstance(value, (list, tuple, set, frozenset)):
         return all(map(is_plain, value))
-    return value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device))
+    return value is None or isinstance(
+        value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device, BuiltinFunctionType)
+    )
 
 
 def map_state(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -19,10 +19,12 @@ from plumbline.check.rank.optimizer.optimizer_replay import (
     Guard,
     NeedsOtherRanks,
     NotReplayable,
+    ReplayedStep,
     groups_of,
     is_of_torch,
     memory,
     replayed,
+    replayed_at_once,
     require_replayable,
     stepping,
 )
@@ -57,12 +59,14 @@ class _Pending:
     """An optimizer between the beginning and the end of a step. ``why``: why it cannot be judged, "" if it can.
 
     ``own``: the numbers of the parameters that this rank's step updates: all of them, unless ranks have shares.
+    ``coupled``: whether an update depends on other parameters of the optimizer, or on a common random generator.
     """
 
     optimizer: Optimizer
     why: str = ""
     prints: list[int] = field(default_factory=list)
     own: set[int] = field(default_factory=set)
+    coupled: bool = False
     due: dict[int, _Due] = field(default_factory=dict)
     together: dict[int, WholeDue] = field(default_factory=dict)
     unjudged: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -76,6 +80,7 @@ class UpdateReplay(Observer):
     ``class`` and ``of_torch``: the optimizer's class, and whether it is one of torch.optim's.
     ``why``: why the step as a whole cannot be judged, "" if it can.
     ``hooks``: whether the script has hooks of its own on the step, which can change weights and gradients.
+    ``coupled``: whether an update depends on other parameters of the optimizer, or on a common random generator.
     ``parameters``: for each judged parameter: its number, the error, the noise, the norms of the right and of the
     actual update, their scalar product, the distance from the replay in the parameter's own precision (0 for torch's
     own classes), and the size of one rounding. Norms of large parameters are those of projections.
@@ -90,7 +95,8 @@ class UpdateReplay(Observer):
 
     Steps that no rank can replay alone are replayed by all ranks together, on whole parameters.
 
-    Memory: a copy of the weights, and one parameter with its state in float64. If steps are nested, the innermost one
+    Memory: a copy of the weights, and one parameter with its state in float64; all of them if the class is not one of
+    torch's own. If steps are nested, the innermost one
     is judged. For ZeroRedundancyOptimizer, this is the step of the inner optimizer, with this rank's share.
     """
 
@@ -170,6 +176,7 @@ class UpdateReplay(Observer):
             "of_torch": is_of_torch(stepping(optimizer)),
             "why": "the GradScaler skipped the step" if skipped else pending.why,
             "hooks": _has_hooks(optimizer) or _has_hooks(stepping(optimizer)),
+            "coupled": pending.coupled,
             "count": len(parameters),
             "parameters": rows,
             "close": close,
@@ -219,12 +226,13 @@ class UpdateReplay(Observer):
 
 
 def _replay(pending: _Pending, sample: ParameterSample, among: Callable[[Tensor], bool] = lambda _: True) -> None:
-    """Replay the step of every parameter in the sample that has a gradient, one after the other."""
+    """Replay the step of every parameter in the sample that has a gradient."""
     optimizer = stepping(pending.optimizer)
     parameters = parameters_of(pending.optimizer)
     numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
     guard = Guard(optimizer)
     overlapping = _overlapping(parameters)
+    chosen: dict[int, tuple[dict[str, object], Tensor]] = {}
     for group in groups_of(pending.optimizer):
         for parameter in group["params"]:
             number = numbers[id(parameter)]
@@ -242,11 +250,46 @@ def _replay(pending: _Pending, sample: ParameterSample, among: Callable[[Tensor]
             elif not _is_finite(parameter.grad):
                 pending.unjudged["its gradient is not finite"].append(number)
             else:
-                pending.due[number] = _due(optimizer, group, parameter, guard)
+                chosen[number] = group, parameter
+    is_all = not pending.unjudged and len(pending.own) == len(parameters)
+    at_once = _at_once(optimizer, guard) if is_all else {}
+    for number, (group, parameter) in chosen.items():
+        with_others = at_once.pop(number, None)
+        after = _alone(optimizer, group, parameter, guard, otherwise=with_others)
+        if with_others is not None and not torch.equal(after.native, with_others.native):
+            after = with_others
+        pending.coupled |= after is with_others
+        pending.due[number] = _due(optimizer, parameter, after)
 
 
-def _due(optimizer: Optimizer, group: dict[str, object], parameter: Tensor, guard: Guard) -> _Due:
-    after = replayed(optimizer, group, parameter, guard)
+def _alone(
+    optimizer: Optimizer,
+    group: dict[str, object],
+    parameter: Tensor,
+    guard: Guard,
+    *,
+    otherwise: ReplayedStep | None,
+) -> ReplayedStep:
+    try:
+        return replayed(optimizer, group, parameter, guard)
+    except NeedsOtherRanks:
+        raise
+    except NotReplayable:
+        if otherwise is None:
+            raise
+        return otherwise
+
+
+def _at_once(optimizer: Optimizer, guard: Guard) -> dict[int, ReplayedStep]:
+    try:
+        return replayed_at_once(optimizer, guard)
+    except NeedsOtherRanks:
+        raise
+    except NotReplayable:  # a single parameter may be
+        return {}
+
+
+def _due(optimizer: Optimizer, parameter: Tensor, after: ReplayedStep) -> _Due:
     before = local(parameter.detach()).clone()
     exact = _real(after.exact)
     rough = [_real(one) for one in (after.native, after.traced) if one is not None]
