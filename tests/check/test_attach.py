@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -27,6 +28,7 @@ import plumbline
 from plumbline.check.callbacks.checked import ToldVerdict
 from plumbline.check.rank.recorder import TrainingRecorder
 from plumbline.check.rank.shared_folder import SharedFolder, UnreachableFolderError
+from plumbline.check.rank.store_exchange import Exchange, begin_recording
 from plumbline.check.training_verdict import TrainingVerdict
 from plumbline.ranks.run import run_on_ranks
 
@@ -129,6 +131,22 @@ def test_each_rank_is_told_the_verdict_of_all(where: Callable[[], Any]) -> None:
     answer, findings = first
     assert answer == "right"
     assert {name for name, outcome in findings if outcome == "passed"} >= {*RIGHT_CHECKS, "clipping"}
+
+
+def exchanged_twice() -> list[list[int]]:
+    """Exchange values in two recordings. Rank 0 is early, so it could find what rank 1 left in the first recording."""
+    found = []
+    for recording in range(2):
+        begin_recording()
+        exchange = Exchange()
+        for _ in range(2 + recording):
+            time.sleep(0.1 * distributed.get_rank())
+            found.append(exchange.values(recording))
+    return found
+
+
+def test_ranks_do_not_read_what_an_earlier_recording_left() -> None:
+    assert on_two_ranks(exchanged_twice) == [[[0, 0]] * 2 + [[1, 1]] * 3] * 2
 
 
 def test_one_rank_may_ask_alone() -> None:

@@ -23,6 +23,7 @@ from plumbline.check.rank.evidence_writer import EvidenceWriter
 from plumbline.check.rank.install import recorder_of
 from plumbline.check.rank.recorder import TrainingRecorder
 from plumbline.check.rank.shared_folder import SharedFolder, UnreachableFolderError
+from plumbline.check.rank.store_exchange import begin_recording
 from plumbline.core.numbers import counted
 from plumbline.recording.patching import Patches
 from plumbline.recording.process import rank_and_world
@@ -45,6 +46,7 @@ class Attachment:
         self._recorder = recorder_of(options, EvidenceWriter(self._folder.find), {})
         self._patches = Patches()
         self._verdict: TrainingVerdict | None = None
+        begin_recording()
         self._patches.open()
         try:
             self._recorder.install()

@@ -13,6 +13,20 @@ TIMEOUT_S = 60.0
 """Seconds that a rank waits for the others. They reach this point in the same optimizer step, or not at all."""
 
 
+_RECORDING: list[int] = []
+"""The number of the recording, which is the same on all ranks; empty until it is known."""
+
+
+def begin_recording() -> None:
+    """Keep the next exchanges of this process apart from those of earlier recordings in the same process group.
+
+    Every rank has to begin equally many recordings after the group was created.
+    """
+    _RECORDING.clear()
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        _recording()
+
+
 class NoAgreementError(Exception):
     """The ranks do not compute together at this step. The message, which is the same on all ranks, says why."""
 
@@ -71,8 +85,19 @@ class Exchange:
         """Write this rank's message for the next round; return the rank."""
         rank = torch.distributed.get_rank()
         if self._store is None:
-            c10d: Any = torch.distributed.distributed_c10d
-            self._store = c10d.PrefixStore(self._name, c10d._get_default_store())
+            self._store = _store(f"{self._name} {_recording()}")
         self._round += 1
         self._store.set(f"{self._round} {rank}", json.dumps(own))
         return rank
+
+
+def _recording() -> int:
+    if not _RECORDING:
+        number = _store("plumbline recordings").add(f"of rank {torch.distributed.get_rank()}", 1)
+        _RECORDING.append(number)
+    return _RECORDING[0]
+
+
+def _store(name: str) -> Any:
+    c10d: Any = torch.distributed.distributed_c10d
+    return c10d.PrefixStore(name, c10d._get_default_store())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from torch import Tensor
@@ -163,9 +164,9 @@ class JointComparison:
             self._left |= {id(one.parameter): one.received() for one in held if one.is_complete}
             return found
         except AbsentRankError as error:
-            self.obstacle = str(error)
+            self.leave(str(error))
         except Exception as error:  # on this rank alone, perhaps
-            self._leave(f"recomputing the forward on all ranks failed: {type(error).__name__}: {error}")
+            self.leave(f"recomputing the forward on all ranks failed: {type(error).__name__}: {error}")
         self._waiting = None
         return {"why": self.obstacle}
 
@@ -181,12 +182,13 @@ class JointComparison:
         self._waiting = None if found["wrong"] or derivative.has_all else derivative
         return found
 
-    def _leave(self, why: str) -> None:
-        """Stop comparing on this rank, and tell the ranks that wait for it why."""
+    def leave(self, why: str) -> None:
+        """Stop comparing on this rank, and tell the ranks that wait for it, now or when they arrive, why."""
         if not self.obstacle:
             self.obstacle = why
-            self._exchange.leave(why)
-            self._meetings.leave(why)
+            with suppress(RuntimeError):  # the store can be gone
+                self._exchange.leave(why)
+                self._meetings.leave(why)
 
 
 class GradientSearch:

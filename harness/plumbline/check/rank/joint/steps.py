@@ -139,7 +139,7 @@ class JointSteps(Observer):
         try:
             found = compared(self._exchange, self._meetings, calls)
         except AbsentRankError as error:
-            self._comparison.obstacle = str(error)
+            self._comparison.leave(str(error))
             return {}
         return {"functions": found} if found else {}
 
