@@ -295,6 +295,24 @@ def test_a_pass_at_changed_weights_that_is_not_averaged_is_wrong(plumbline):
     assert next(each.cause for each in one.findings if each.outcome.is_bad) == "not-synchronised"
 
 
+def test_gradients_of_a_micro_batch_are_not_discarded_on_purpose(plumbline):
+    def train():
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(STEPS):
+            for _ in range(2):
+                with torch.no_grad():
+                    model.weight.clamp_(-0.3, 0.3)
+                optimizer.zero_grad()
+                functional.cross_entropy(model(torch.randn(8, 6)), torch.randint(3, (8,))).backward()
+            optimizer.step()
+
+    one = plumbline.check(train, ranks=1, steps=STEPS).trainings[0]
+    assert one.coverage.gradients.part == 0
+    assert not [each for each in one.findings if "are discarded" in each.message]
+
+
 def test_weights_that_change_before_the_first_step_are_not_praised(plumbline):
     def train():
         torch.manual_seed(0)

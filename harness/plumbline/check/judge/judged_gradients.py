@@ -81,7 +81,8 @@ def _with_last_weights(case: ReceivedGradient) -> ReceivedGradient:
     """Return the case without passes at weights that the script changed before the last pass, if they do not count.
 
     Sharpness-aware minimisation keeps only the gradients at the changed weights. Adversarial training may also keep
-    those of the first pass, but not those in between.
+    those of the first pass, but not those in between. Both compute the gradients of one batch again. If the other
+    passes have batches of their own, their gradients may be lost by mistake.
     """
     if not case.step.weights_move_between_passes or case.fit(RIGHT).holds:
         return case
@@ -89,9 +90,21 @@ def _with_last_weights(case: ReceivedGradient) -> ReceivedGradient:
     for with_first in (False, True):
         ranks = {rank: step.at_last_weights(with_first=with_first) for rank, step in case.ranks.items()}
         fewer = replace(case, ranks=ranks)
-        if fewer.fit(RIGHT).holds or fewer.fit(own).holds:
+        if fewer.fit(RIGHT).holds:
+            return fewer if all(map(_have_same_batches, case.ranks.values(), ranks.values())) else case
+        if fewer.fit(own).holds:
             return fewer
     return case
+
+
+def _have_same_batches(step: RecordedStep, fewer: RecordedStep) -> bool:
+    """Return whether all batches of a step are those of its last passes."""
+    every, last = (
+        [own[0] for one in each.passes if (own := one.facts.get("batches", {}).get("forwards"))]
+        for each in (step, fewer)
+    )
+    known = [one[kind] for one in last for kind in ("order", "fetched") if one.get(kind)]
+    return all(one.get("order") in known or one["fetched"] in known for one in every)
 
 
 def with_other_passes(case: ReceivedGradient) -> ReceivedGradient:
