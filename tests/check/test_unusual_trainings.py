@@ -678,10 +678,16 @@ def _taken_from_the_first_rank(weights):
         (_taken_from_the_first_rank, Answer.NOT_JUDGED),
     ],
 )
-def test_weights_that_a_script_averages_between_steps_are_right_and_their_sum_is_wrong(plumbline, made_equal, answer):
+@pytest.mark.parametrize("rate", [0.1, 1e-7])
+def test_weights_that_a_script_averages_between_steps_are_right_and_their_sum_is_wrong(
+    plumbline, made_equal, answer, rate
+):
+    if rate < 0.1 and answer is Answer.RIGHT_IN_PART:  # rounding hides whether these are averages
+        answer = Answer.NOT_JUDGED
+
     def train():
         model = small()
-        optimizer = torch.optim.Adam(model.parameters(), 0.1)
+        optimizer = torch.optim.Adam(model.parameters(), rate)
         torch.manual_seed(dist.get_rank())
         for step in range(2 * STEPS):
             optimizer.zero_grad()

@@ -185,24 +185,26 @@ def factor_of_equal_weights(training: RecordedTraining) -> float | None:
         for one in weights_at(place, steps):
             key = optimizer, one.parameter.name
             if key in apart and not one.differ("before"):
-                factors.add(_factor_of_mean(apart[key], one))
+                factors |= _factors_of_mean(apart[key], one)
             apart.pop(key, None)
             if one.differ("after"):
                 apart[key] = one
     return factors.pop() if len(factors) == 1 else None
 
 
-def _factor_of_mean(apart: RankWeights, equal: RankWeights) -> float | None:
+def _factors_of_mean(apart: RankWeights, equal: RankWeights) -> set[float | None]:
+    """Return the factor of one parameter; nothing if rounding hides whether it is the mean or one rank's weights."""
     after = [one["projections"] for one in apart.noted]
     before, dtype = equal.noted[0].get("projected_before"), getattr(torch, equal.parameter.dtype)
     if before is None or None in after or not dtype.is_floating_point:
-        return None
-    each = torch.tensor(after, dtype=torch.float64)
-    for factor in (1.0, float(len(after))):
-        distance = (torch.tensor(before, dtype=torch.float64) - factor * each.mean(0)).norm()
-        if distance <= ULPS * torch.finfo(dtype).eps * factor * each.norm(dim=1).mean():
-            return factor
-    return None
+        return {None}
+    made, each = torch.tensor(before, dtype=torch.float64), torch.tensor(after, dtype=torch.float64)
+    rounding = ULPS * torch.finfo(dtype).eps * float(each.norm(dim=1).mean())
+    if float((each - made).norm(dim=1).min()) <= rounding:
+        return set()
+    possible = (1.0, float(len(each)))
+    found = {one for one in possible if float((made - one * each.mean(0)).norm()) <= one * rounding}
+    return {*found} or {None}
 
 
 def ranks_begin_apart(training: RecordedTraining) -> bool:
