@@ -740,6 +740,11 @@ def _sum_by_hand(logits, labels):
     return _mean_by_hand(logits, labels) * len(labels)
 
 
+def _mean_over_all_ranks_and_another(logits, labels):
+    own = -logits.log_softmax(1).gather(1, labels[:, None]).squeeze(1)[: 2 + dist.get_rank()]
+    return own.sum() / 5 + logits.square().mean()
+
+
 def _masked_mean(logits, labels):
     mask = (labels != 0).float()
     return (cross_entropy(logits, labels, reduction="none") * mask).exp().sub(1).sum() / mask.sum()
@@ -751,6 +756,7 @@ def _masked_mean(logits, labels):
         (_mean_by_hand, Answer.WRONG),
         (_of_several_means, Answer.WRONG),
         (_divided_mean, Answer.NOT_JUDGED),
+        (_mean_over_all_ranks_and_another, Answer.NOT_JUDGED),
         (_sum_by_hand, Answer.NOT_JUDGED),
         (_masked_mean, Answer.NOT_JUDGED),
     ],

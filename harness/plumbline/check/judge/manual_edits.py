@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import starmap
 
 from plumbline.check.evidence.training import RecordedStep, RecordedTraining
 from plumbline.check.judge.clipped_masters import are_one, master_steps, scale_at_clipping
@@ -116,8 +115,7 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
             f"remove the factor {factor:.6g} by which the script multiplies all gradients after the backward pass; "
             "without it, the losses have a total weight of 1",
         )
-    steps = [(step, case.world) for case in wrong for step in case.ranks.values()]
-    if finding.cause == "summed-over-ranks" and all(starmap(has_undivided_mean, steps)):
+    if finding.cause == "summed-over-ranks" and all(has_undivided_mean([*case.ranks.values()]) for case in wrong):
         return finding
     return not_judged(
         check,

@@ -129,20 +129,27 @@ def is_loss_divided(ranks: Sequence[RecordedRank]) -> bool | None:
     return None
 
 
-def has_undivided_mean(step: RecordedStep, ranks: int) -> bool:
+def has_undivided_mean(steps: Sequence[RecordedStep]) -> bool:
     """Return whether the loss of a step, however it is written, is a mean or contains one, without any division.
 
-    Every term has to be a mean. If one has the weight 1 in the whole step, it is not divided by the number of ranks.
-    Others may have coefficients, but none that may be this division. It is not certain over what a sum is a mean.
+    Every term has to be a mean. If one has the weight 1 on every rank, it is not divided by the number of ranks. Others
+    may have coefficients, but none that may be this division: a term that is divided by the samples of all ranks has
+    weights that add up to 1. It is not certain over what a sum is a mean.
     """
+    every = [_weights_of_means(step) for step in steps]
+    if not all(every) or len({len(weights) for weights in every}) != 1:
+        return False
+    terms = list(zip(*every, strict=True))
+    is_divided = any(equals(weight, 1 / len(steps)) for term in terms for weight in (*term, sum(term) / len(term)))
+    return not is_divided and any(all(equals(weight, 1.0) for weight in term) for term in terms)
+
+
+def _weights_of_means(step: RecordedStep) -> list[float]:
+    """Return the weight of each term of a step's loss; nothing if any is not certainly a mean."""
     passes = [(one.scale, (one.facts.get("objective") or {}).get("means") or ()) for one in step.passes]
-    if len({len(means) for _, means in passes}) != 1:
-        return False
-    if any(len(candidates) != 1 for _, means in passes for candidates in means):
-        return False
-    parts = zip(*([weight / scale for (weight,) in means] for scale, means in passes), strict=True)
-    weights = [sum(part) for part in parts]
-    return any(equals(one, 1.0) for one in weights) and not any(equals(one, 1 / ranks) for one in weights)
+    if len({len(means) for _, means in passes}) != 1 or any(len(one) != 1 for _, means in passes for one in means):
+        return []
+    return [sum(part) for part in zip(*([one / scale for (one,) in means] for scale, means in passes), strict=True)]
 
 
 def steps_together(ranks: Sequence[RecordedRank]) -> Iterator[list[RecordedStep]]:
