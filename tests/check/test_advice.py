@@ -68,12 +68,28 @@ def synchronised_at_the_first_micro_batch():
     fit(model, window=3, before_forward=lambda place: model.set_requires_gradient_sync(place == 0))
 
 
+def with_losses_that_wait_for_each_other():
+    model = DistributedDataParallel(start())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(STEPS):
+        losses = [functional.cross_entropy(model(torch.randn(8, 6)), torch.randint(4, (8,))) / 2 for _ in range(2)]
+        for one in losses:
+            one.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 @pytest.mark.parametrize(
     ("train", "cause", "advice"),
     [
         (over_a_group_of_one, "not-synchronised", "DistributedDataParallel averages over 1 rank of 2"),
         (with_a_hook_that_keeps_gradients, "not-synchronised", "check that the communication hook kept averages"),
         (broadcast_by_one_rank, "another-ranks-gradient", "a single rank's samples; average gradients over ranks"),
+        (
+            with_losses_that_wait_for_each_other,
+            "some-micro-batches-not-synchronised",
+            "several backward passes follow the last call of the DistributedDataParallel object",
+        ),
         (synchronised_at_the_first_micro_batch, "last-micro-batches-one-step-late", "at the last micro-batch"),
     ],
 )

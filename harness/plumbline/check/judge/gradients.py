@@ -73,8 +73,8 @@ _IN_HOOKS = (
 )
 
 _ONE_FORWARD = (
-    "several backward passes follow one call of the DistributedDataParallel object, which averages only in the first "
-    "one; add up the losses, and call backward() once"
+    "several backward passes follow the last call of the DistributedDataParallel object, which averages only in the "
+    "first one; add up the losses, and call backward() once"
 )
 
 _OVER_TOO_FEW = ("not-synchronised", "averaged-over-some-ranks")
