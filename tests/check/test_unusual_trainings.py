@@ -724,6 +724,27 @@ def test_noise_that_is_the_same_on_all_ranks_is_noted(plumbline, seeds):
     assert (f"draws the same random numbers on all ranks before {STEPS - 1} of {STEPS}" in said) == (seeds == "alike")
 
 
+@pytest.mark.parametrize("drawn", ["for gradients", "by a loader"])
+def test_numbers_that_change_no_samples_are_not_noted(plumbline, drawn):
+    def train():
+        rows = TensorDataset(torch.randn(8, 6), torch.randint(3, (8,)))
+        model = DistributedDataParallel(small())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        loader = DataLoader(rows, 4, sampler=DistributedSampler(rows))
+        batches = [*loader]
+        for _ in range(STEPS):
+            for inputs, labels in loader if drawn == "by a loader" else batches:
+                optimizer.zero_grad()
+                cross_entropy(model(inputs), labels).backward()
+                if drawn == "for gradients":
+                    for one in model.parameters():
+                        one.grad += 0.1 * torch.randn_like(one)
+                optimizer.step()
+
+    checked = plumbline.check(train, ranks=2, steps=STEPS)
+    assert not [one for one in checked.findings if "draws the same random numbers" in one.message]
+
+
 def _mean_by_hand(logits, labels):
     return -logits.log_softmax(1).gather(1, labels[:, None]).mean()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from plumbline.check.evidence.training import Facts, RecordedTraining
-from plumbline.check.judge.noted import IF_INTENDED, aligned_forwards, failed_observers, information
+from plumbline.check.judge.noted import IF_INTENDED, aligned_forwards, failed_observers, forwards_of, information
 from plumbline.check.judge.rank_layout import rank_layout
 from plumbline.core.finding import Finding
 from plumbline.core.numbers import counted
@@ -28,12 +28,14 @@ def judge_generator_states(training: RecordedTraining) -> Iterator[Finding]:
         before = set.intersection(*(set(forward.get("between", ())) for forward in forwards))
         between += any(_are_same(forwards, name) for name in before)
     # A new pass through a loader draws, too.
-    if not alike and 2 * between > count and rank_layout(training).is_data_parallel:
+    first = {one["pass"] for forward in forwards_of(training.ranks[0], "batches") if (one := forward["fetched"])}
+    if not alike and 2 * (between - len(first)) > count - len(first) and rank_layout(training).is_data_parallel:
         yield information(
             CHECK,
             f"the script draws the same random numbers on all ranks before {between} of {counted(count, 'forward')}. "
-            "Noise, masks and augmentations are then the same on every rank, unless each rank takes its own part of "
-            "them. To make them independent, seed each rank with seed + rank",
+            "Noise, masks and augmentations of samples are then the same on every rank, unless each rank takes its own "
+            "part of them. To make them independent, draw them from a generator with the seed seed + rank. Noise for "
+            "weights must be the same on all ranks",
         )
         return
     if not drawing:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 
 from plumbline.check.evidence.training import Facts
 from plumbline.devices.calls import random_state, started_types
@@ -22,7 +23,8 @@ class GeneratorObserver(Observer):
     """Notes, for each backward pass, the generators at each forward before it: ``{"forwards": [...]}``.
 
     A forward has a digest of each generator's state, and ``drew``: the generators that had moved on when it ended.
-    ``between``: those that the script drew from between the previous forward and this one.
+    ``between``: those that the script drew from since the previous forward, or since the last optimizer step if that
+    came later. Numbers that are drawn before a step may change gradients.
     """
 
     name = "generators"
@@ -54,6 +56,11 @@ class GeneratorObserver(Observer):
         # A pass may run inside of a forward, which goes on after it: what the forward draws then is not known.
         forwards, self._forwards, self._open = self._forwards, [], False
         return {"forwards": forwards} if forwards else None
+
+    def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
+        """Forget what was drawn before the step."""
+        self._last = generator_states()
+        return None
 
     def stop(self) -> None:
         """Forget the forwards that no backward pass followed."""
