@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -135,6 +136,31 @@ def test_a_loss_that_is_not_differentiated_does_not_count(observer: ObjectiveObs
     facts = noted(observer, loss)
     assert [call["function"] for call in facts["calls"]] == ["cross_entropy"]
     assert facts["alone"]
+
+
+def test_losses_wait_for_their_gradients_in_the_order_of_their_calls(observer: ObjectiveObserver) -> None:
+    scores = SCORES.clone().requires_grad_()
+    losses = [functional.cross_entropy(scores, TARGETS) / number for number in (1, 2, 4)]
+    weights = [noted(observer, lambda _, one=one: one)["calls"][0]["weight"] for one in losses]
+    assert weights == [1.0, 0.5, 0.25]
+
+
+def test_a_loss_for_a_log_keeps_no_memory_until_the_step(observer: ObjectiveObserver) -> None:
+    class Followed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, scores: Tensor) -> Tensor:
+            alive.add(ctx)
+            return scores.clone()
+
+    def logged_too(scores: Tensor) -> Tensor:
+        loss = functional.cross_entropy(scores, TARGETS)
+        functional.mse_loss(Followed.apply(scores), torch.zeros(6, 4))
+        return loss
+
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+    for _ in range(4):
+        noted(observer, logged_too)
+    assert len(alive) == 1
 
 
 def test_a_loss_with_something_added_is_not_alone(observer: ObjectiveObserver) -> None:

@@ -59,7 +59,7 @@ class ObjectiveObserver(Observer):
     written by hand.
 
     Schedules of pipelines run several forwards before the first backward pass. So a call waits for its gradient until
-    an optimizer steps.
+    a later call has one, or until an optimizer steps.
     """
 
     name = "objective"
@@ -122,7 +122,7 @@ class ObjectiveObserver(Observer):
         calls, self._calls = [*self._waiting, *self._calls], []
         tokens, self._tokens = self._tokens, []
         used = [one for one in calls if one.cotangent is not None]
-        self._waiting = [one for one in calls if one.cotangent is None]
+        self._waiting = self._still_waiting(calls)
         alone = len(used) == 1 and _is_multiple(self._root, used[0].node)
         means, self._root, self._means = self._means, None, None
         terms, self._terms = self._terms, None
@@ -138,6 +138,13 @@ class ObjectiveObserver(Observer):
             "terms": None if terms is None else [one.facts for one in terms.terms],
             **({"tokens": tokens} if tokens else {}),
         }
+
+    def _still_waiting(self, calls: Sequence[_Call]) -> list[_Call]:
+        """Return the calls whose losses may be differentiated next. Others, such as losses for a log, hold memory."""
+        if self._root is None:  # a pass that begins at activations
+            return [one for one in calls if one.cotangent is None]
+        last = max((place for place, one in enumerate(calls) if one.cotangent is not None), default=len(calls))
+        return list(calls[last + 1 :])
 
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
         """Drop the calls whose results no backward pass has used."""
