@@ -284,6 +284,12 @@ def test_sharpness_aware_minimisation_is_right_and_what_it_changes_is_not_judged
         assert [note for note in notes_on(one) if "parameters changed between optimizer steps" in note]
 
 
+def test_gradients_that_no_pass_at_changed_weights_discards_are_noted(plumbline):
+    one = plumbline.check(climb(keeps_first=True), ranks=1, steps=STEPS).trainings[0]
+    assert answer_of(one) is Answer.RIGHT
+    assert [note for note in notes_on(one) if "the gradients of all passes count" in note]
+
+
 @pytest.mark.parametrize("keeps_first", [False, True])
 def test_the_first_pass_of_adversarial_training_may_count(plumbline, keeps_first):
     script = climb(ranks=2, again=(True, True), keeps_first=keeps_first)

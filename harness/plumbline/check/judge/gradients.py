@@ -177,6 +177,13 @@ def _compared(training: RecordedTraining) -> Iterator[Finding]:
             "the script changes the weights between the backward passes of a step, as sharpness-aware minimisation "
             "does. Gradients at earlier weights are discarded and do not count",
         )
+    if finding.outcome is Outcome.PASSED and truth.gradients.at_several_weights:
+        yield headline_note(
+            CHECK,
+            "The script changes the weights between the backward passes of a step, and the gradients of all passes "
+            "count. Sharpness-aware minimisation discards those at earlier weights: if this is meant, call zero_grad() "
+            "after the change.",
+        )
     if finding.outcome is Outcome.PASSED and (names := truth.gradients.with_gradients_of_other_steps):
         yield headline_note(
             CHECK,

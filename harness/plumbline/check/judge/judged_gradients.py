@@ -47,6 +47,11 @@ class JudgedGradients:
         return any(case.step.left_out for case in self.judged)
 
     @property
+    def at_several_weights(self) -> bool:
+        """Whether all passes of a step count, although the script changed the weights between them."""
+        return any(case.step.weights_move_between_passes and not case.step.left_out for case in self.judged)
+
+    @property
     def with_gradients_of_other_steps(self) -> list[str]:
         """Names of parameters whose gradients include backward passes that belong to another optimizer's step."""
         names: dict[str, None] = {}
