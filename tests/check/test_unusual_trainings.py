@@ -802,6 +802,26 @@ def test_sums_over_ranks_of_means_that_are_written_by_hand_are_wrong(plumbline, 
     )
 
 
+@pytest.mark.parametrize("hooked", ["all", "some"])
+def test_sums_over_ranks_of_what_hooks_divide_are_not_judged(plumbline, hooked):
+    def train():
+        model = small()
+        every = [*model.parameters()]
+        for one in every if hooked == "all" else every[:1]:
+            one.register_hook(lambda gradient: gradient / dist.get_world_size())
+        optimizer = torch.optim.SGD(every, 0.1)
+        torch.manual_seed(dist.get_rank())
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model).backward()
+            for one in every:
+                dist.all_reduce(one.grad)
+            optimizer.step()
+
+    checked = plumbline.check(train, ranks=2, steps=STEPS)
+    assert answer_of(checked.trainings[0]) is (Answer.NOT_JUDGED if hooked == "all" else Answer.WRONG)
+
+
 def test_ranks_that_differ_get_no_reason_that_contradicts_what_is_wrong_with_their_gradients(plumbline):
     def train():
         model = small()

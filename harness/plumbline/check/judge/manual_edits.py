@@ -86,6 +86,13 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
             "gradients. The sum is right if every rank computes the loss of all of these outputs",
             step,
         )
+    if finding.cause == "summed-over-ranks" and all(map(_is_hooked_everywhere, wrong)):
+        return not_judged(
+            check,
+            "hooks of the script change all gradients on each rank before these are added up over ranks. The sum is "
+            "right if the hooks divide by the number of ranks",
+            step,
+        )
     if not any(map(_is_changed, wrong)):
         return finding
     right_until_changed = _right_until_changed(wrong) if is_unexplained(finding) else []
@@ -317,3 +324,7 @@ def _is_changed(case: ReceivedGradient) -> bool:
     if any(one.held_in is not None for one in case.parameters):
         return False  # code that copies gradients is always the script's own
     return bool(case.step.facts.get("clipping", {}).get("by_hand") or case.step.facts.get("gradient_hooks"))
+
+
+def _is_hooked_everywhere(case: ReceivedGradient) -> bool:
+    return int(case.step.facts.get("tensor_hooks", 0)) >= len(case.step.parameters)
