@@ -103,13 +103,12 @@ def _with_last_weights(case: ReceivedGradient) -> ReceivedGradient:
 
 
 def _have_same_batches(step: RecordedStep, fewer: RecordedStep) -> bool:
-    """Return whether all batches of a step are those of its last passes."""
+    """Return whether all batches of a step are those of its last passes. Passes after one forward have one batch."""
     every, last = (
-        [own[0] for one in each.passes if (own := one.facts.get("batches", {}).get("forwards"))]
+        {own[0].get("order") for one in each.passes if (own := one.facts.get("batches", {}).get("forwards"))}
         for each in (step, fewer)
     )
-    known = [one[kind] for one in last for kind in ("order", "fetched") if one.get(kind)]
-    return all(one.get("order") in known or one["fetched"] in known for one in every)
+    return every <= last and None not in last
 
 
 def with_other_passes(case: ReceivedGradient) -> ReceivedGradient:
