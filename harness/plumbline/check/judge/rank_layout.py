@@ -14,6 +14,9 @@ OBSERVER = "parallelism"
 _DATA_DIMENSIONS = frozenset(
     ("data", "data_parallel", "ddp", "dp", "dp_replicate", "dp_shard", "fsdp", "hsdp", "replicate", "shard")
 )
+UNKNOWN = "nothing shows that gradients are reduced over all ranks"
+"""The reason if no fact tells how the ranks divide the work."""
+
 _SHARDED_LAYOUTS = frozenset(("1: Shard", "1: Replicate", "2: Replicate Shard"))
 
 
@@ -52,7 +55,7 @@ def rank_layout(training: RecordedTraining) -> RankLayout:
         return RankLayout(True, "all ranks step with the same gradients, reduced over them")
     if any(wrapped):
         return RankLayout(False, "DistributedDataParallel wraps only some of the trained modules")
-    return RankLayout(False, "nothing shows that gradients are reduced over all ranks")
+    return RankLayout(False, UNKNOWN)
 
 
 def _other_parallelism(world: int, facts: Iterable[Facts], modules: Iterable[Facts]) -> str | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from plumbline.check.evidence.training import RecordedStep, RecordedTraining, ScriptStep
 from plumbline.check.judge.joint_truth import JointTruth
 from plumbline.check.judge.noted import IF_INTENDED, failed_observers, headline_note, information, not_judged
-from plumbline.check.judge.rank_layout import RankLayout, rank_layout
+from plumbline.check.judge.rank_layout import UNKNOWN, RankLayout, rank_layout
 from plumbline.check.judge.rank_weights import (
     RankWeights,
     common_steps,
@@ -210,10 +210,13 @@ def judge_ranks_agree(training: RecordedTraining) -> Iterator[Finding]:
 
 
 def without_excuse(findings: Sequence[Finding]) -> list[Finding]:
-    """Return the findings; if gradients are wrong, no reason is given why ranks may differ."""
+    """Return the findings; if gradients are wrong, the reason why ranks differ is no longer given as an excuse.
+
+    Gradients that are wrong can show how they are reduced, so the finding does not say that nothing shows this.
+    """
     wrong = any(one.check == "gradients" and one.outcome is Outcome.FAILED for one in findings)
     return [
-        replace(one, message=one.message.partition(f"; {IF_INTENDED}")[0])
+        replace(one, message=one.message.replace(f"; {IF_INTENDED}{UNKNOWN}", "").replace(f"; {IF_INTENDED}", ": "))
         if wrong and one.check == AFTER_STEPS
         else one
         for one in findings
