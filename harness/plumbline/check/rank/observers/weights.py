@@ -22,8 +22,8 @@ class WeightObserver(Observer):
     The process has ``modules``: each parameter of each outermost module at its first recorded forward. A step has, in
     the order of the optimizer's parameters, the digests ``before``, ``gradients`` and ``after``, and linear projections
     of the weights, whose relative distance is about the same as that of the weights: ``projections`` after the step,
-    and ``projected_before``. ``began`` has the digests
-    before the optimizer's very first step, which may not be recorded; None for parameters that the optimizer got later.
+    and ``projected_before``. ``began`` has the digests before the optimizer's very first step, which may not be
+    recorded; None for parameters that the optimizer got later.
     ``unreduced`` says why a wrapper reduces no gradients of its own parameter, and ``replicated`` which parameters are
     DTensors that should be the same on all ranks. ``copied``: the gradient is one that should be the same on all ranks.
     """
@@ -36,6 +36,7 @@ class WeightObserver(Observer):
         self._initial: list[Facts] = []
         self._noted: Facts = {}
         self._began: dict[int, str | None] = {}
+        self._after: dict[int, tuple[str | None, list[float] | None]] = {}
 
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note a module's parameters when it is called for the first time: a wrapper has broadcast them by now."""
@@ -70,7 +71,7 @@ class WeightObserver(Observer):
         if world_size() > 1:
             parameters = parameters_of(optimizer)
             gradients = [p.grad for p in parameters]
-            before = [digest_and_projection(p) for p in parameters]
+            before = [self._digest_and_projection(p) for p in parameters]
             self._noted = {
                 "wrapped": self._wrapped(parameters),
                 "unreduced": self._unreduced(parameters),
@@ -86,12 +87,19 @@ class WeightObserver(Observer):
         if world_size() == 1:
             return None
         noted, self._noted = self._noted, {}
-        made = [digest_and_projection(p) for p in parameters_of(optimizer)]
+        parameters = parameters_of(optimizer)
+        made = [digest_and_projection(p) for p in parameters]
+        self._after |= {id(p): one for p, one in zip(parameters, made, strict=True)}
         after, projections = [digest for digest, _ in made], [projection for _, projection in made]
         return {**noted, "after": after, "projections": projections}
 
+    def _digest_and_projection(self, parameter: Tensor) -> tuple[str | None, list[float] | None]:
+        """Project only weights that have changed since the last step."""
+        digest, known = tensor_digest(parameter), self._after.get(id(parameter))
+        return known if known is not None and known[0] == digest else digest_and_projection(parameter)
+
     def stop(self) -> None:
-        self._modules = []
+        self._modules, self._after = [], {}
 
     def final_facts(self) -> Facts | None:
         return {"modules": self._initial} if self._initial else None

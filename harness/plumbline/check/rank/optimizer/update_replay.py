@@ -96,8 +96,8 @@ class UpdateReplay(Observer):
     Steps that no rank can replay alone are replayed by all ranks together, on whole parameters.
 
     Memory: a copy of the weights, and one parameter with its state in float64; all of them if the class is not one of
-    torch's own. If steps are nested, the innermost one
-    is judged. For ZeroRedundancyOptimizer, this is the step of the inner optimizer, with this rank's share.
+    torch's own. If steps are nested, the innermost one is judged. For ZeroRedundancyOptimizer, this is the step of the
+    inner optimizer, with this rank's share.
     """
 
     name = "update"
