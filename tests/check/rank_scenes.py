@@ -32,6 +32,20 @@ from plumbline.check.rank.observers.registry import training_observers
 WORLD = 2
 
 
+class SummedActivations(torch.autograd.Function):
+    """The sum of a group's activations: each of its ranks gets the gradient as it is."""
+
+    @staticmethod
+    def forward(context: Any, values: Tensor, group: Any) -> Tensor:
+        values = values.clone()
+        dist.all_reduce(values, group=group)
+        return values
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
 def _data(rows: int = 48) -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
     return TensorDataset(torch.randn(rows, 6, generator=generator), torch.randint(3, (rows,), generator=generator))

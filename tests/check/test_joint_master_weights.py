@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from joint_pipelines import Received, Sent
 from master_copies import Sharded, Whole
+from rank_scenes import SummedActivations
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -29,20 +30,6 @@ class CopiedActivations(torch.autograd.Function):
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
         gradient = gradient.clone()
         dist.all_reduce(gradient, group=context.group)
-        return gradient, None
-
-
-class SummedActivations(torch.autograd.Function):
-    """The sum of a group's activations: each of its ranks gets the gradient as it is."""
-
-    @staticmethod
-    def forward(context: Any, values: Tensor, group: Any) -> Tensor:
-        values = values.clone()
-        dist.all_reduce(values, group=group)
-        return values
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 
 

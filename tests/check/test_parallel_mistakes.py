@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from rank_scenes import SummedActivations
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
@@ -200,20 +201,6 @@ def experts_biases_not_reduced() -> None:
     train(model, dist.get_rank(), lambda _: model.reduce([model.replicas]))
 
 
-class Reduced(torch.autograd.Function):
-    """Adds tensors up over the ranks of a group, each of which passes the whole gradient on."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
-        total = values.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient, None
-
-
 class Halves(nn.Module):
     """Two blocks in halves, each on two of four ranks. The gradients of their inputs are not added up."""
 
@@ -231,7 +218,7 @@ class Halves(nn.Module):
         values = self.first(values)
         for up, down in zip(self.ups, self.downs, strict=True):
             inner = down(functional.gelu(up(values)))
-            values = values + Reduced.apply(inner, self.group)  # type: ignore[no-untyped-call]
+            values = values + SummedActivations.apply(inner, self.group)  # type: ignore[no-untyped-call]
         return self.last(values)
 
     def average(self) -> None:
