@@ -12,6 +12,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from plumbline.recording.backward_passes import BackwardPasses, in_backward
 from plumbline.recording.grad_scaler import follow_scaled_steps
 from plumbline.recording.optimizer_steps import OptimizerSteps
+from plumbline.recording.patching import Patches
 from plumbline.recording.pause import paused
 
 
@@ -91,9 +92,17 @@ def test_nothing_is_told_of_a_paused_step(listeners):
     assert not any(one.events for one in listeners)
 
 
-def test_backward_passes_are_numbered(monkeypatch):
-    for name in ("backward", "grad"):
-        monkeypatch.setattr(torch.autograd, name, getattr(torch.autograd, name))
+@pytest.fixture
+def patches() -> Iterator[None]:
+    """Undo, after a test, what it replaces."""
+    opened = Patches()
+    opened.open()
+    yield
+    opened.close()
+
+
+@pytest.mark.usefixtures("patches")
+def test_backward_passes_are_numbered():
     events = []
     passes = BackwardPasses(lambda *begins: events.append(begins), lambda number: events.append(number))
     passes.install()
@@ -109,10 +118,8 @@ def test_backward_passes_are_numbered(monkeypatch):
     assert not in_backward()
 
 
-def test_the_outermost_step_of_a_scaler_is_followed(monkeypatch):
-    monkeypatch.setattr(torch.amp.GradScaler, "step", torch.amp.GradScaler.step)
-    monkeypatch.setattr(torch.amp.GradScaler, "__init_subclass__", classmethod(lambda cls, **_: None))
-
+@pytest.mark.usefixtures("patches")
+def test_the_outermost_step_of_a_scaler_is_followed():
     class Scaler(torch.amp.GradScaler):
         def step(self, optimizer, *args, **kwargs):
             return super().step(optimizer, *args, **kwargs)

@@ -24,7 +24,7 @@ from plumbline.check.rank.install import make_recorder
 from plumbline.check.training_verdict import TrainingVerdict
 from plumbline.ranks.rank_main import RankEnd
 from plumbline.ranks.run import run_on_ranks
-from plumbline.recording.patching import Patches
+from plumbline.recording.patching import Patches, modules_with_functions_of_torch
 
 _OBSTACLE = "obstacle-"
 
@@ -117,13 +117,14 @@ def record_function(
     write_options(folder, options)
     if deal is not None:
         write_deal(folder, deal)
+    importers = modules_with_functions_of_torch()
 
     def recorded(_: Any) -> Any:
         recorder = make_recorder(str(folder))
         patches = Patches()
         patches.open()
         recorder.install()
-        patches.replace_imported()
+        patches.replace_imported(importers)
         try:
             return train()
         finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
@@ -51,26 +51,48 @@ class Patches:
         if replaced and isinstance(replaced[0], FunctionType):
             self._functions.append((replaced[0], replaced[1]))
 
-    def replace_imported(self) -> None:
-        """Replace the functions also in modules that have imported them by name."""
-        _exchange_imported({id(old): (old, new) for old, new in self._functions})
+    def replace_imported(self, modules: Iterable[ModuleType] | None = None) -> None:
+        """Replace the functions also in modules that have imported them by name: in ``modules``, or in all."""
+        _exchange_imported({id(old): (old, new) for old, new in self._functions}, modules)
 
 
 _OPEN: list[Patches] = []
 _ABSENT = object()
 
 
-def _exchange_imported(functions: Mapping[int, tuple[Any, Any]]) -> None:
-    """Replace functions in all modules; ``functions`` has the old and the new one by the id of the old one.
+def modules_with_functions_of_torch() -> list[ModuleType]:
+    """Return the modules that have imported functions of torch by name.
 
-    Modules of torch are left alone, as they keep the original if everything is patched before a script runs, too.
+    A forked process that looks for them itself copies the memory of all that modules hold: reading counts references.
     """
-    for module in list(sys.modules.values()):
-        if isinstance(module, ModuleType) and module.__name__.partition(".")[0] not in ("torch", "plumbline"):
-            for name, value in list(vars(module).items()):
-                known = functions.get(id(value))
-                if known is not None and known[0] is value:
-                    setattr(module, name, known[1])
+    return [
+        module
+        for module in _other_modules()
+        if any(
+            type(value) is FunctionType and (value.__module__ or "").startswith("torch.")
+            for value in list(vars(module).values())
+        )
+    ]
+
+
+def _other_modules() -> list[ModuleType]:
+    """Return all modules but those of torch and ours.
+
+    Modules of torch keep the original of a function if everything is patched before a script runs, too.
+    """
+    modules = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
+    return [module for module in modules if module.__name__.partition(".")[0] not in ("torch", "plumbline")]
+
+
+def _exchange_imported(functions: Mapping[int, tuple[Any, Any]], modules: Iterable[ModuleType] | None = None) -> None:
+    """Replace functions in modules; ``functions`` has the old and the new one by the id of the old one."""
+    for module in _other_modules() if modules is None else modules:
+        if functions.keys().isdisjoint(map(id, list(vars(module).values()))):
+            continue
+        for name, value in list(vars(module).items()):
+            known = functions.get(id(value))
+            if known is not None and known[0] is value:
+                setattr(module, name, known[1])
 
 
 def replace(owner: Any, name: str, new: Any) -> None:
