@@ -757,6 +757,16 @@ def _divided_mean(logits, labels):
     return _mean_by_hand(logits, labels) / dist.get_world_size()
 
 
+def _mean_of_squares(logits, labels, divisor=1.0):
+    residual = (logits - nn.functional.one_hot(labels, 3)) / divisor**0.5
+    of_features = (residual / torch.tensor([1.0, 2.0, 4.0])).square().mean()
+    return residual.square().mean() + (residual * residual).mean() + (residual.abs() ** 2).mean() + of_features
+
+
+def _mean_of_squares_over_all_ranks(logits, labels):
+    return _mean_of_squares(logits, labels, dist.get_world_size())
+
+
 def _sum_by_hand(logits, labels):
     return _mean_by_hand(logits, labels) * len(labels)
 
@@ -776,7 +786,9 @@ def _masked_mean(logits, labels):
     [
         (_mean_by_hand, Answer.WRONG),
         (_of_several_means, Answer.WRONG),
+        (_mean_of_squares, Answer.WRONG),
         (_divided_mean, Answer.NOT_JUDGED),
+        (_mean_of_squares_over_all_ranks, Answer.NOT_JUDGED),
         (_mean_over_all_ranks_and_another, Answer.NOT_JUDGED),
         (_sum_by_hand, Answer.NOT_JUDGED),
         (_masked_mean, Answer.NOT_JUDGED),

@@ -20,6 +20,9 @@ SAME_VALUES = (
 SAME_OUTPUTS = ("CallOutputsBackward", "_DDPSinkBackward")
 """Nodes that hand on each input as the output in the same place."""
 
+_LINEAR = ("AbsBackward", "MeanBackward", "NegBackward", "SqueezeBackward", "ViewBackward")
+"""Nodes whose output is multiplied by a positive number if their input is."""
+
 _MEAN = 1
 """How torch numbers the reduction ``mean`` of its loss functions."""
 
@@ -98,20 +101,30 @@ def _counted(node: Any, name: str, factor: float) -> list[float]:
 
 def _inner_constant(node: Any) -> float:
     """Return the number by which every entry of a mean or a sum is multiplied, as far as its graph says so."""
-    constant = 1.0
+    constant = power = 1.0
     for _ in range(MOST_NODES):
         node = next((one for one, _ in node.next_functions if one is not None), None)
         name = type(node).__name__
         if name in ("StackBackward0", "CatBackward0"):
             raise UnknownWeightError
-        if name in ("DivBackward0", "MulBackward0"):
-            if all(one is not None for one, _ in node.next_functions):
+        if name == "PowBackward0":
+            power *= float(node._saved_exponent)
+        elif name in ("DivBackward0", "MulBackward0"):
+            (left, _), (right, _) = node.next_functions
+            if name == "MulBackward0" and left is right:
+                power *= 2
+            elif left is not None and right is not None:
                 return constant
-            if mask_of(node) is None:
-                constant *= abs(constant_of(node, name) or 0.0)
-        elif not name.startswith(("MeanBackward", "NegBackward", "SqueezeBackward", "ViewBackward")):
+            elif mask_of(node) is None and not (power != 1 and _differs_by_entry(node)):
+                constant *= abs(constant_of(node, name) or 0.0) ** power
+        elif not name.startswith(_LINEAR):
             return constant
     return constant
+
+
+def _differs_by_entry(node: Any) -> bool:
+    """Whether a node multiplies each entry by a number of its own, such as the scale of its feature."""
+    return any(isinstance(one, Tensor) and one.numel() > 1 for one in (node._saved_self, node._saved_other))
 
 
 def _kept(node: Any) -> Iterator[float]:
