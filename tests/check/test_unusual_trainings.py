@@ -781,10 +781,26 @@ def _masked_mean(logits, labels):
     return (cross_entropy(logits, labels, reduction="none") * mask).exp().sub(1).sum() / mask.sum()
 
 
+def _mean_of_own_tokens(logits, labels):
+    mask = (torch.arange(len(labels)) < 2 + dist.get_rank()).float()
+    return -(logits.log_softmax(1).gather(1, labels[:, None]).squeeze(1) * mask).sum() / mask.sum()
+
+
+def _mean_of_all_tokens(logits, labels):
+    return _mean_of_own_tokens(logits, labels) * (2 + dist.get_rank()) / 5
+
+
+def _half_the_mean_of_own_tokens(logits, labels):
+    return _mean_of_own_tokens(logits, labels) / 2
+
+
 @pytest.mark.parametrize(
     ("loss", "answer"),
     [
         (_mean_by_hand, Answer.WRONG),
+        (_mean_of_own_tokens, Answer.WRONG),
+        (_mean_of_all_tokens, Answer.RIGHT),
+        (_half_the_mean_of_own_tokens, Answer.NOT_JUDGED),
         (_of_several_means, Answer.WRONG),
         (_mean_of_squares, Answer.WRONG),
         (_divided_mean, Answer.NOT_JUDGED),
@@ -812,6 +828,32 @@ def test_sums_over_ranks_of_means_that_are_written_by_hand_are_wrong(plumbline, 
     assert [one.cause for one in checked.findings if one.outcome.is_bad] == ["summed-over-ranks"] * (
         answer is Answer.WRONG
     )
+
+
+@pytest.mark.parametrize(
+    ("loss", "told"),
+    [
+        (lambda *given: 2 * _mean_of_all_tokens(*given), "The loss is the mean over all 5 terms of"),
+        (
+            _mean_of_own_tokens,
+            "The loss is a weighted mean of the script's own loss over 2 ranks: a term counts up to 1.5",
+        ),
+    ],
+)
+def test_weights_of_tokens_in_a_loss_that_is_written_by_hand_are_told(plumbline, loss, told):
+    def train():
+        model = DistributedDataParallel(small())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        torch.manual_seed(dist.get_rank())
+        for _ in range(STEPS):
+            inputs, labels = batch()
+            optimizer.zero_grad()
+            loss(model(inputs), labels).backward()
+            optimizer.step()
+
+    checked = plumbline.check(train, ranks=2, steps=STEPS)
+    checked.assert_right(require_full=True)
+    assert [one for one in checked.findings if one.check == "objective" and one.message.startswith(told)]
 
 
 @pytest.mark.parametrize("hooked", ["all", "some"])

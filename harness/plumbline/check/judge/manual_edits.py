@@ -108,7 +108,8 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
     if finding.cause not in MULTIPLES and not (is_unexplained(finding) and is_multiple):
         return finding
     # A step with only zero gradients has no known factor, and needs none.
-    objectives = [one for one in step_objectives(training.ranks) if math.isfinite(one.factor)]
+    found = [one for one in step_objectives(training.ranks, written=True) if math.isfinite(one.factor)]
+    objectives = found if any(one.is_certain for one in found) else []
     if objectives and all(abs(one.total - 1) <= NEAR for one in objectives):
         return information(check, "the script multiplies gradients with its own code, as its loss requires", step)
     if is_unexplained(finding):

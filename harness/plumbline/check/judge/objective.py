@@ -66,7 +66,7 @@ def judge_objective(training: RecordedTraining) -> Iterator[Finding]:
     ranks: Sequence[RecordedRank] = training.ranks
     if is_own:  # some stages of a pipeline have no loss
         ranks = [next((one for one in ranks if any(map(_noted, passes_of(one)))), ranks[0])]
-    objectives = list(step_objectives(ranks))
+    objectives = list(step_objectives(ranks, written=True))
     if objectives and (wrong := divided_wrongly(objectives)) is not None:
         yield wrong
         return

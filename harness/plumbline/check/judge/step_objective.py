@@ -29,6 +29,10 @@ ALONG = 0.9
 different samples are far below. Below it, no factor is reported, and no division is called missing."""
 
 
+WRITTEN = "the script's own loss"
+"""The name of a mean or a sum that the script computes itself."""
+
+
 @dataclass(frozen=True)
 class Share:
     """The loss of one backward pass: its share of the objective, without the loss scale."""
@@ -84,21 +88,34 @@ class StepObjective:
         return [share.weight / share.terms for share in self.shares if share.terms]
 
     @property
+    def is_certain(self) -> bool:
+        """Whether torch's functions compute the loss, or all terms weigh the same although ranks have more or fewer.
+
+        Otherwise, a coefficient of the script's own loss may look like a division by the number of ranks.
+        """
+        if all(share.function != WRITTEN for share in self.shares):
+            return True
+        return self.is_even and len({sum(share.terms for share in rank) for rank in self.ranks}) > 1
+
+    @property
     def is_even(self) -> bool:
         """Whether every term of the step counts the same."""
         return all(share.is_even for share in self.shares) and spread(self.rates) <= 1 + EXACT
 
 
-def step_objectives(ranks: Sequence[RecordedRank]) -> Iterator[StepObjective]:
-    """Yield the objective of each step that these ranks took together, where each pass has one loss."""
+def step_objectives(ranks: Sequence[RecordedRank], *, written: bool = False) -> Iterator[StepObjective]:
+    """Yield the objective of each step that these ranks took together, where each pass has one loss.
+
+    ``written``: also if the script computes that loss itself.
+    """
     for steps in steps_together(ranks):
-        if made := objective_of(steps):
+        if made := objective_of(steps, written=written):
             yield made
 
 
-def objective_of(steps: Sequence[RecordedStep]) -> StepObjective | None:
+def objective_of(steps: Sequence[RecordedStep], *, written: bool = False) -> StepObjective | None:
     """Return the objective of one step of all ranks; None if a pass has no known loss, or several."""
-    shares = [_shares(step) for step in steps]
+    shares = [_shares(step, written=written) for step in steps]
     if not all(shares):
         return None
     made = tuple(tuple(own) for own in shares if own is not None)
@@ -134,8 +151,13 @@ def has_undivided_mean(steps: Sequence[RecordedStep]) -> bool:
 
     Every term has to be a mean. If one has the weight 1 on every rank, it is not divided by the number of ranks. Others
     may have coefficients, but none that may be this division: a term that is divided by the samples of all ranks has
-    weights that add up to 1. It is not certain over what a sum is a mean.
+    weights that add up to 1. It is not certain over what a sum is a mean, unless a mask says what its terms are.
     """
+    if (made := objective_of(steps, written=True)) and all(share.function == WRITTEN for share in made.shares):
+        return all(
+            equals(sum(share.weight for share in rank), 1.0) and sum(share.terms for share in rank) > len(rank)
+            for rank in made.ranks
+        )
     every = [_weights_of_means(step) for step in steps]
     if not all(every) or len({len(weights) for weights in every}) != 1:
         return False
@@ -286,7 +308,7 @@ def weigh_the_same(calls: Sequence[Facts]) -> bool:
     return all(call["even"] for call in calls) and spread(rates) <= 1 + EXACT
 
 
-def _shares(step: RecordedStep) -> list[Share] | None:
+def _shares(step: RecordedStep, *, written: bool = False) -> list[Share] | None:
     """Return the one loss of each pass that begins at one.
 
     None if such a pass has no known loss, or several, or other optimizers' passes add to it.
@@ -296,6 +318,9 @@ def _shares(step: RecordedStep) -> list[Share] | None:
     shares = []
     for one in loss_passes(step):
         noted = one.facts.get("objective", {})
+        if written and (own := _written(noted)):
+            shares.append(Share(WRITTEN, "sum", own["terms"], own["weight"] / one.scale, own["even"], is_alone=True))
+            continue
         calls = calls_of_one_loss(noted)
         if not calls or any(call["weight"] is None for call in calls):
             return None
@@ -305,6 +330,15 @@ def _shares(step: RecordedStep) -> list[Share] | None:
         is_alone = noted["alone"] if is_one_call else True
         shares.append(Share(first["function"], first["reduction"], terms, weight / one.scale, is_even, is_alone))
     return shares
+
+
+def _written(noted: Facts) -> Facts | None:
+    """Return the weights of a loss that the script computes itself, if it is certain what its terms are."""
+    terms: Sequence[Facts] = noted.get("terms") or ()
+    if noted.get("calls") or len(terms) != 1 or len(terms[0]["levels"]) != 1:
+        return None
+    (level,) = terms[0]["levels"]
+    return level if level.get("sure") and level.get("terms") and math.isfinite(level["weight"]) else None
 
 
 def _fetched(forwards: Sequence[Facts]) -> tuple[Any, ...] | None:
