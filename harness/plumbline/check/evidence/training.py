@@ -137,7 +137,7 @@ class RecordedStep:
 
     @property
     def weights_move_between_passes(self) -> bool:
-        """Whether the optimizer's parameters were modified between the backward passes of the step."""
+        """Whether the parameters with gradients were modified between the backward passes of the step."""
         known = (self._weights_at(one) for one in self.passes)
         return len({prints for prints in known if prints is not None}) > 1
 
@@ -148,8 +148,8 @@ class RecordedStep:
         return replace(self, passes=passes, left_out=len(self.passes) - len(passes))
 
     def _weights_at(self, one: BackwardPass) -> int | None:
-        prints = one.facts.get("weights", ())
-        return prints[self.optimizer] if self.optimizer < len(prints) else None
+        prints: int | None = one.facts.get("weights", {}).get(str(self.optimizer))
+        return prints
 
     def only(self, numbers: Sequence[int]) -> RecordedStep:
         """Return the step for the parameters with these numbers only. The norm and facts are still the whole step's."""

@@ -24,7 +24,8 @@ class ArrivedGradients:
 
     ``distributed``: a DTensor gradient arrived at some parameter, and was not recorded. ``in_flat_parts`` says the same
     of a flat parameter that not all ranks share. ``whole``: whole gradients of parameters that are in no optimizer,
-    kept until it is known in which pieces optimizers hold copies of the parameters.
+    kept until it is known in which pieces optimizers hold copies of the parameters. ``written``: what ``written`` says
+    of each parameter of an optimizer when the pass begins.
     """
 
     number: int
@@ -36,6 +37,7 @@ class ArrivedGradients:
     distributed: bool = False
     in_flat_parts: bool = False
     whole: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    written: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def reduce(self, reduced: Reduce) -> None:
         """Reduce the whole gradients whose pieces are known by now."""

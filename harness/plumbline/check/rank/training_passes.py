@@ -108,6 +108,11 @@ class TrainingPasses:
         """
         running = self._gradients.current
         own, others = self._windows.take(number, running)
+        # A forward may write to parameters that no gradient reaches, such as a bias that balances experts.
+        trained = [id(one) for one in parameters_of(optimizer) if one.grad is not None]
+        for one in own:
+            prints = hash(tuple(map(one.written.get, trained)))
+            one.facts["weights"] = {**one.facts.get("weights", {}), str(number): prints}
         if running is None:
             self._layouts.find(optimizer, number, [*own, *others])
             for one in (*own, *others):
@@ -152,7 +157,7 @@ class TrainingPasses:
         copied = [one for one in self._layouts.candidates() if id(one) not in leaves]
         self._gradients.follow(((one, one) for one in copied), reduced=self._layouts.reduced)
         one.facts["is_inner"] = not any(map(is_number, roots))
-        one.facts["weights"] = [hash(tuple(map(written, parameters_of(each)))) for each in self._optimizers]
+        one.written = {id(each): written(each) for each in self._optimizers.parameters()}
         self._observers.tell(lambda observer: observer.backward_begins(one.number, roots))
 
     def _pass_ends(self, one: ArrivedGradients) -> None:
