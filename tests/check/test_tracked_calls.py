@@ -467,3 +467,22 @@ def test_a_tensor_that_is_received_into_again_is_another_activation() -> None:
         first, second = (call.activations[0] for call in recorded.calls.calls)
     assert [*first.gradients] == [0]
     assert [*second.gradients] == [1]
+
+
+class WritesIntoItsInput(nn.Module):
+    """Returns the dict that it is given, as the modules of sentence-transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Body()
+
+    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+        features["embedding"] = self.body.forward(features["x"])
+        return features
+
+
+def test_a_module_may_write_its_output_into_the_dict_that_it_is_given() -> None:
+    model = WritesIntoItsInput()
+    with recording() as recorded:
+        recorded.backward(model({"x": torch.randn(2, 4)})["embedding"].square().sum())
+        assert_exact(recorded, model)

@@ -72,7 +72,8 @@ class TrackedCall:
     group name. ``is_distributed``: some parameters are DTensors that no replay gathers. ``activations`` are the
     arguments that are leaves and require a gradient, as in a pipeline stage. ``set_inputs`` has the activations that
     the script set as attributes of modules before the call: the attributes, the name, and a copy. ``frozen`` has the
-    states of frozen parameters while the call runs.
+    states of frozen parameters, and ``nodes`` the nodes that computed the arguments, while the call runs. A module may
+    write its outputs into a dict that it is given, so the arguments are different afterwards.
     """
 
     number: int
@@ -85,6 +86,7 @@ class TrackedCall:
     training: tuple[tuple[nn.Module, bool], ...]
     buffers: dict[int, tuple[Tensor, Tensor]]
     frozen: tuple[tuple[nn.Parameter, tuple[int, int]], ...] = ()
+    nodes: tuple[Any, ...] = ()
     compiled: bool = False
     parameters: tuple[UsedParameter, ...] = ()
     foreign: tuple[nn.Parameter, ...] = ()

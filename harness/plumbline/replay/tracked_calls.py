@@ -163,7 +163,7 @@ class TrackedCalls:
             output = run_noted(run, module, args, kwargs)
         finally:
             thread.inside = False
-        return self._end(call, args, kwargs, output)
+        return self._end(call, output)
 
     def _undecided(
         self, run: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -183,7 +183,7 @@ class TrackedCalls:
         for inner in self.calls[first:]:
             inner.discarded = True
         del self.calls[first:]
-        return self._end(call, args, kwargs, output)
+        return self._end(call, output)
 
     def _is_computed_again(self, module: nn.Module) -> bool:
         """Return whether a checkpoint inside a recorded call runs ``module`` again in the backward pass."""
@@ -218,6 +218,7 @@ class TrackedCalls:
             training=tuple((one, one.training) for one in module.modules()),
             buffers={**self._copied_buffers(module), **self._copied_moving(frozen)},
             frozen=tuple((one, state_of(one)) for one in frozen),
+            nodes=tuple(one.grad_fn for one in tensors_in((args, kwargs)) if one.grad_fn is not None),
             compiled=unwrapping.is_compiled(called),
             collectives=collectives(),
             activations=tuple(self._activations((args, kwargs, [one for *_, one in inputs]))),
@@ -268,7 +269,7 @@ class TrackedCalls:
         """Return those of the module's frozen parameters that its forward has changed before, and copies of them."""
         return {id(one): (one, one.detach().clone()) for one in frozen if id(one) in self._moving}
 
-    def _end(self, call: TrackedCall | None, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def _end(self, call: TrackedCall | None, output: Any) -> Any:
         if call is None:
             return output
         try:
@@ -279,12 +280,12 @@ class TrackedCalls:
             outputs = differentiable(output)
             if not outputs:
                 return output
-            self._note_parameters(call, args, kwargs)
+            self._note_parameters(call)
             call.collectives = {name: now - call.collectives.get(name, 0) for name, now in collectives().items()}
             call.outputs = tuple(sample(one) for one in outputs)
             call.scalars = _scalars(output, outputs)
-            nodes = tuple(one.grad_fn for one in tensors_in((args, kwargs)) if one.grad_fn is not None)
-            aliases = dict(zip(map(id, outputs), alias(call, nodes, self._received, outputs), strict=True))
+            aliases = dict(zip(map(id, outputs), alias(call, call.nodes, self._received, outputs), strict=True))
+            call.nodes = ()
             call.graph = _reference(next(iter(aliases.values())))
             self.calls.append(call)
             return map_tensors(output, lambda one: aliases.get(id(one), one))
@@ -297,7 +298,7 @@ class TrackedCalls:
         self.unrecorded.update(dict.fromkeys(module.parameters(), why))
 
     @staticmethod
-    def _note_parameters(call: TrackedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _note_parameters(call: TrackedCall) -> None:
         sharded: dict[int, Any] = shards(call.module)
         units = flat_units(call.module)
         stand_ins = {one for unit in units for one in unit.stand_ins()}
@@ -305,7 +306,7 @@ class TrackedCalls:
         parameters += [one for unit in units for one in unit.parameters]
         own = {*map(id, parameters), *sharded, *stand_ins}
         call.parameters = tuple(UsedParameter.of(one) for one in parameters)
-        given = (one for one in tensors_in((args, kwargs)) if isinstance(one, nn.Parameter))
+        given = (one for one in tensors_in((call.args, call.kwargs)) if isinstance(one, nn.Parameter))
         call.foreign = tuple(one for one in given if id(one) not in own)
         # Trainable shards that FSDP2 does not unshard are gathered by the script, and their gradients arrive in parts.
         frozen = (one for one in shards_of_fsdp2([call.module]) if not one.requires_grad)
