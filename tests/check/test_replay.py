@@ -187,3 +187,29 @@ def test_random_models(
     size = sum(float(gradients[one].pow(2).sum()) for one in wanted)
     # a batch norm over two rows divides by what may be tiny
     assert error <= (64 * torch.finfo(dtype or torch.float32).eps * len(layers)) ** 2 * size or "batch-norm" in layers
+
+
+class Unchangeable(dict[str, int]):
+    def update(self, *_: object, **__: object) -> None:
+        raise TypeError
+
+    clear = update
+
+
+class Configured(nn.Module):
+    """Has settings that nothing can change, as models of diffusers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = Unchangeable(times=2)
+        self.weight = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight * self.settings["times"]
+
+
+def test_a_module_may_have_a_dict_that_forbids_changes() -> None:
+    model = Configured()
+    with recording() as recorded:
+        recorded.backward(model(torch.randn(2, 3)).square().sum())
+        assert_exact(recorded, model)

@@ -18,7 +18,7 @@ class ModuleState:
 
     ``exchange`` replaces the tensors there, including those in parameter and buffer tables and in lists of weights,
     such as a recurrent layer's; ``restore`` undoes all changes. Containers keep their identity, so closures and hooks
-    that share one see the same contents.
+    that share one see the same contents. A dict without tensors is only read: its class may forbid changes.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -55,7 +55,9 @@ class ModuleState:
             attributes.update({name: new(value) for name, value in saved.items()})
         for container, saved_content in self._containers.values():
             if isinstance(container, dict):
-                container.update({name: new(value) for name, value in saved_content.items()})
+                entries = {name: new(value) for name, value in saved_content.items()}
+                if any(name not in container or container[name] is not entries[name] for name in entries):
+                    container.update(entries)
             elif isinstance(container, (list, deque)):
                 for index, value in enumerate(saved_content):
                     container[index] = new(value)
@@ -63,6 +65,8 @@ class ModuleState:
     def restore(self) -> None:
         """Restore the attributes and the contents of their containers."""
         for container, content in self._containers.values():
+            if isinstance(container, dict) and _parts(container) == _parts(content):
+                continue
             if isinstance(container, list):
                 container[:] = content
                 continue
@@ -72,3 +76,7 @@ class ModuleState:
             if attributes.keys() != saved.keys():
                 attributes.clear()
             attributes.update(saved)
+
+
+def _parts(container: dict[Any, Any]) -> list[int]:
+    return [id(part) for part in (*container.keys(), *container.values())]
