@@ -1163,3 +1163,22 @@ def test_a_momentum_encoder_that_moves_in_the_forward_is_replayed(plumbline, zer
     else:
         with pytest.raises(AssertionError, match="previous step not zeroed"):
             checked.assert_right()
+
+
+def micro_batches_of_a_model_whose_forward_a_library_replaced():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    body, head = model[:2], model[2]
+    model.forward = lambda inputs: head(body(inputs))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    rows = TensorDataset(torch.randn(48, 6), torch.randint(3, (48,)))
+    for number, (inputs, labels) in enumerate(DataLoader(rows, 4)):
+        cross_entropy(model(inputs), labels).backward()
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_the_batch_of_a_pass_is_that_of_its_outermost_forward(plumbline):
+    checked = plumbline.check(micro_batches_of_a_model_whose_forward_a_library_replaced, ranks=1, steps=STEPS)
+    assert [one.cause for one in checked.findings if one.outcome.is_bad] == ["not-divided-by-micro-batches"]

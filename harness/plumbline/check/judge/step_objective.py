@@ -236,11 +236,12 @@ def loss_passes(step: RecordedStep) -> list[BackwardPass]:
 def forwards_by_pass(step: RecordedStep) -> list[Sequence[Facts]]:
     """Return the forwards before each pass from a loss, or those that it reaches if forwards come before other passes.
 
-    Schedules of pipelines run several forwards before the first pass.
+    Schedules of pipelines run several forwards before the first pass. Forwards inside of others are left out: they may
+    get parts of a batch, or activations.
     """
     before = [one.facts.get("batches", {}).get("forwards", ()) for one in step.passes]
     if all(before) and len(loss_passes(step)) == len(before):
-        return before
+        return [[made for made in own if not made.get("is_inner")] or own for own in before]
     numbered = {made.get("number"): made for own in before for made in own}
     reached = [one.facts.get("reached", ()) for one in loss_passes(step)]
     return [[numbered[number] for number in own if number in numbered] for own in reached]

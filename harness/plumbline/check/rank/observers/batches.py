@@ -11,14 +11,15 @@ from plumbline.check.rank.observers.loaders import LoaderObserver
 from plumbline.check.rank.observers.row_hashes import rows_of, tensors_in
 from plumbline.recording.observer import Observer
 from plumbline.recording.rehearsal import is_rehearsal
+from plumbline.recording.running_modules import running_modules
 
 
 class BatchObserver(Observer):
     """Notes, for each backward pass, the forwards since the one before it: ``{"forwards": [...]}``.
 
     A forward also has what ``rows_of`` returns, if it is given tensors. ``number`` counts forwards, as the numbers of
-    tracked calls do. ``module`` numbers the outermost modules in the order of their first calls. ``fetched`` is the
-    loader's batch, None without a loader.
+    tracked calls do. ``module`` numbers the outermost modules in the order of their first calls. ``is_inner``: another
+    one runs, and may only wrap this one. ``fetched`` is the loader's batch, None without a loader.
     """
 
     name = "batches"
@@ -41,6 +42,7 @@ class BatchObserver(Observer):
             {
                 "number": self._number,
                 "module": place,
+                "is_inner": bool(running_modules()),
                 "class": type(module).__name__,
                 "training": module.training,
                 "fetched": self._loaders.origin_of(list(tensors_in((args, kwargs)))),
