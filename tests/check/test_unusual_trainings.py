@@ -567,6 +567,27 @@ def test_a_factor_after_clipping_is_found(plumbline, limit):
     assert (wrong.check, wrong.cause) == ("gradients", "averaged-twice")
 
 
+@pytest.mark.parametrize("is_mean", [True, False])
+def test_a_factor_fits_a_sum_that_is_written_by_hand_but_no_mean(plumbline, is_mean):
+    def train():
+        model = DistributedDataParallel(small())
+        torch.manual_seed(dist.get_rank())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        mask = torch.tensor([1.0, 1.0, 1.0, 0.0]) if dist.get_rank() else torch.tensor([1.0, 0.0, 0.0, 0.0])
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            losses = -model(batch()[0]).log_softmax(1)[:, 0]
+            (losses.mean() if is_mean else (losses * mask).sum()).backward()
+            for one in model.parameters():
+                one.grad *= 1 / 2 if is_mean else 2 / 4  # the world size and the number of all tokens
+            optimizer.step()
+
+    checked = plumbline.check(train, ranks=2, steps=STEPS)
+    assert [one.cause for one in checked.findings if one.outcome.is_bad] == ["averaged-twice"] * is_mean
+    if not is_mean:
+        checked.assert_right(require_full=True)
+
+
 @pytest.mark.parametrize(
     "clip",
     [

@@ -15,7 +15,7 @@ from plumbline.check.judge.noted import information, name_ranks, not_judged
 from plumbline.check.judge.precision_used import OBSERVER as PRECISION
 from plumbline.check.judge.rank_weights import factor_of_equal_weights, ranks_begin_apart, weights_are_made_equal
 from plumbline.check.judge.received_gradient import Fit, ReceivedGradient
-from plumbline.check.judge.step_objective import NEAR, has_undivided_mean, step_objectives
+from plumbline.check.judge.step_objective import NEAR, has_plain_mean, step_objectives
 from plumbline.check.judge.unreduced import AVERAGED, MADE_EQUAL, ranks_hold_one_model, separate_adapters
 from plumbline.core.finding import Finding, is_unexplained
 from plumbline.core.numbers import scale_text
@@ -109,7 +109,7 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
         return finding
     # A step with only zero gradients has no known factor, and needs none.
     found = [one for one in step_objectives(training.ranks, written=True) if math.isfinite(one.factor)]
-    objectives = found if any(one.is_certain for one in found) else []
+    objectives = found if all(one.is_certain for one in found) else []
     if objectives and all(abs(one.total - 1) <= NEAR for one in objectives):
         return information(check, "the script multiplies gradients with its own code, as its loss requires", step)
     if is_unexplained(finding):
@@ -123,7 +123,7 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
             f"remove the factor {factor:.6g} by which the script multiplies all gradients after the backward pass; "
             "without it, the losses have a total weight of 1",
         )
-    if finding.cause == "summed-over-ranks" and all(has_undivided_mean([*case.ranks.values()]) for case in wrong):
+    if all(has_plain_mean([*case.ranks.values()], _factor(case)) for case in wrong):
         return finding
     return not_judged(
         check,
@@ -131,6 +131,11 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
         "whether its loss requires that",
         step,
     )
+
+
+def _factor(case: ReceivedGradient) -> float:
+    """Return which multiple of the right gradient was received."""
+    return replace(case, free_factor=True).fit(RIGHT).factor
 
 
 def _with_equal_weights(check: str, training: RecordedTraining, step: int | None) -> Finding:

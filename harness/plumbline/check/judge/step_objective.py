@@ -89,13 +89,9 @@ class StepObjective:
 
     @property
     def is_certain(self) -> bool:
-        """Whether torch's functions compute the loss, or all terms weigh the same although ranks have more or fewer.
-
-        Otherwise, a coefficient of the script's own loss may look like a division by the number of ranks.
-        """
-        if all(share.function != WRITTEN for share in self.shares):
-            return True
-        return self.is_even and len({sum(share.terms for share in rank) for rank in self.ranks}) > 1
+        """Whether the weights are certainly meant for all ranks: the half in a loss ½ x² may look so on two ranks."""
+        is_half = len(self.ranks) == 2 and all(equals(sum(share.weight for share in rank), 0.5) for rank in self.ranks)
+        return not is_half or all(share.function != WRITTEN for share in self.shares)
 
     @property
     def is_even(self) -> bool:
@@ -146,12 +142,13 @@ def is_loss_divided(ranks: Sequence[RecordedRank]) -> bool | None:
     return None
 
 
-def has_undivided_mean(steps: Sequence[RecordedStep]) -> bool:
-    """Return whether the loss of a step, however it is written, is a mean or contains one, without any division.
+def has_plain_mean(steps: Sequence[RecordedStep], factor: float) -> bool:
+    """Return whether the loss of a step, however it is written, is a mean or contains one, which makes a factor wrong.
 
-    Every term has to be a mean. If one has the weight 1 on every rank, it is not divided by the number of ranks. Others
-    may have coefficients, but none that may be this division: a term that is divided by the samples of all ranks has
-    weights that add up to 1. It is not certain over what a sum is a mean, unless a mask says what its terms are.
+    Every term has to be a mean. If one has the weight 1 on every rank, the loss does not make up for the ``factor`` by
+    which gradients are multiplied. Others may have coefficients, but none that may do so: for a sum over ranks, a term
+    that is divided by the samples of all ranks has weights that add up to 1. It is not certain over what a sum is a
+    mean, unless a mask says what its terms are.
     """
     if (made := objective_of(steps, written=True)) and all(share.function == WRITTEN for share in made.shares):
         return all(
@@ -162,8 +159,8 @@ def has_undivided_mean(steps: Sequence[RecordedStep]) -> bool:
     if not all(every) or len({len(weights) for weights in every}) != 1:
         return False
     terms = list(zip(*every, strict=True))
-    is_divided = any(equals(weight, 1 / len(steps)) for term in terms for weight in (*term, sum(term) / len(term)))
-    return not is_divided and any(all(equals(weight, 1.0) for weight in term) for term in terms)
+    makes_up = any(equals(weight, 1 / factor) for term in terms for weight in (*term, sum(term) / len(term)))
+    return not makes_up and any(all(equals(weight, 1.0) for weight in term) for term in terms)
 
 
 def _weights_of_means(step: RecordedStep) -> list[float]:
