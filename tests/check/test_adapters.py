@@ -6,6 +6,7 @@ own), hao-ai-lab/FastVideo#1666 (as DTensors that say Replicate), modelscope/mco
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -274,6 +275,43 @@ def test_frozen_weights_of_each_rank_beside_one_model_are_a_note() -> None:
     found.assert_right()
     (note,) = [one for one in found.findings if isinstance(one, HeadlineNote)]
     assert "2 of 2 frozen parameters differ between ranks at the first recorded forward (teacher" in note.message
+
+
+@pytest.mark.parametrize(
+    ("copied", "updates", "said"),
+    [
+        (
+            "before the broadcast",
+            True,
+            "Linear is called without gradients, as a teacher or a reference model is, and all",
+        ),
+        ("after it", False, "all 2 parameters differ between ranks since a recorded step"),
+        ("after it", True, None),
+    ],
+)
+def test_teachers_that_differ_between_ranks_are_a_note(copied: str, updates: bool, said: str | None) -> None:
+    def train() -> None:
+        torch.manual_seed(dist.get_rank())
+        student = nn.Linear(6, 4)
+        early = copy.deepcopy(student)
+        model = DistributedDataParallel(student)
+        teacher = early if copied == "before the broadcast" else copy.deepcopy(student)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(STEPS):
+            inputs = torch.randn(4, 6)
+            with torch.no_grad():
+                targets = teacher(inputs + 0.1)
+            optimizer.zero_grad()
+            (model(inputs) - targets).square().mean().backward()
+            optimizer.step()
+            if updates or not dist.get_rank():
+                for one, other in zip(teacher.parameters(), student.parameters(), strict=True):
+                    one.data.lerp_(other.data, 0.1)
+
+    found = checked(train)
+    found.assert_right(require_full=True)
+    notes = [one.message for one in found.findings if isinstance(one, HeadlineNote)]
+    assert [str(said) in one for one in notes] == [True] * (said is not None)
 
 
 def unfrozen_on_schedule() -> None:

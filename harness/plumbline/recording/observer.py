@@ -53,6 +53,9 @@ class Observer:
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An outermost module that holds parameters is called, with gradients enabled."""
 
+    def constant_called(self, module: nn.Module) -> None:
+        """An outermost module is called whose outputs have no gradient."""
+
     def forward_ends(self) -> None:
         """The most recent call of an outermost module has returned."""
 

@@ -17,6 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from plumbline.recording.backward_passes import in_backward
 from plumbline.recording.flat_sharding import flat_units, part_of
 from plumbline.recording.module_calls import ModuleCalls
+from plumbline.recording.patching import attempt
 from plumbline.recording.running_modules import run_noted
 from plumbline.recording.sharding import arrival_leaves, shards_of_fsdp2
 from plumbline.replay import unwrapping
@@ -38,11 +39,18 @@ CallBegins = Callable[[nn.Module, "tuple[Any, ...]", "dict[str, Any]"], None]
 
 RunsAgain = Callable[[nn.Module], None]
 
+Constant = Callable[[nn.Module], None]
+"""Called with each module whose outputs have no gradient."""
+
 
 class _Thread(threading.local):
-    """The state of a thread: whether it is inside a tracked call, and which modules were called outside of one."""
+    """The state of a thread: whether it is inside a tracked call, and which modules were called outside of one.
+
+    ``in_constant``: it is inside a call whose outputs have no gradient.
+    """
 
     inside = False
+    in_constant = False
 
     def __init__(self) -> None:
         self.called: list[nn.Module] = []
@@ -52,9 +60,10 @@ class TrackedCalls:
     """The calls of outermost modules with trainable parameters, in the order in which they began.
 
     Calls are followed between ``start`` and ``stop``, except while ``paused``. ``begins`` is called before each call,
-    ``ends`` after it, and ``runs_again`` with each module that a backward pass runs again. ``is_weight`` returns
-    whether an optimizer updates a tensor that is no parameter. ``unrecorded`` has the parameters of calls that could
-    not be recorded, with the reason; the script continues.
+    ``ends`` after it, ``runs_again`` with each module that a backward pass runs again, and ``constant`` with modules
+    that are called without gradients or have no parameter that requires one. ``is_weight`` returns whether an optimizer
+    updates a tensor that is no parameter. ``unrecorded`` has the parameters of calls that could not be recorded, with
+    the reason; the script continues.
     """
 
     def __init__(
@@ -64,6 +73,7 @@ class TrackedCalls:
         runs_again: RunsAgain | None = None,
         ends: Callable[[], None] | None = None,
         is_weight: Callable[[Tensor], bool] = lambda tensor: False,
+        constant: Constant | None = None,
     ) -> None:
         self.calls: list[TrackedCall] = []
         self.unrecorded: dict[nn.Parameter, str] = {}
@@ -72,6 +82,7 @@ class TrackedCalls:
         self._runs_again = runs_again
         self._ends = ends
         self._is_weight = is_weight
+        self._constant = constant
         self._thread = _Thread()
         self._buffers: dict[int, tuple[Tensor, int, Tensor]] = {}
         self._moving: dict[int, nn.Parameter] = {}  # frozen ones that their module changes in its forward
@@ -143,11 +154,11 @@ class TrackedCalls:
         thread = self._thread
         if self._recording and thread.inside:
             return run_noted(run, module, args, kwargs)
-        if not self._recording or not torch.is_grad_enabled() or _is_transformed():
+        if not self._recording or _is_transformed():
             return run(module, *args, **kwargs)
-        role = unwrapping.role_of(module)
+        role = unwrapping.role_of(module) if torch.is_grad_enabled() else Role.UNTRAINED
         if role is Role.UNTRAINED:
-            return run(module, *args, **kwargs)
+            return run(module, *args, **kwargs) if thread.in_constant else self._run_constant(run, module, args, kwargs)
         if self._is_computed_again(module):
             if self._runs_again is not None:
                 self._runs_again(module)
@@ -164,6 +175,17 @@ class TrackedCalls:
         finally:
             thread.inside = False
         return self._end(call, output)
+
+    def _run_constant(
+        self, run: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if self._constant is not None:
+            attempt(self._constant, module)
+        self._thread.in_constant = True
+        try:
+            return run(module, *args, **kwargs)
+        finally:
+            self._thread.in_constant = False
 
     def _undecided(
         self, run: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from plumbline.check.evidence.training import RecordedStep, RecordedTraining, ScriptStep
+from plumbline.check.evidence.training import Facts, RecordedStep, RecordedTraining, ScriptStep
 from plumbline.check.judge.joint_truth import JointTruth
-from plumbline.check.judge.noted import IF_INTENDED, failed_observers, headline_note, information, not_judged
+from plumbline.check.judge.noted import (
+    IF_INTENDED,
+    HeadlineNote,
+    failed_observers,
+    headline_note,
+    information,
+    not_judged,
+)
 from plumbline.check.judge.rank_layout import UNKNOWN, RankLayout, rank_layout
 from plumbline.check.judge.rank_weights import (
     RankWeights,
@@ -66,6 +73,8 @@ def judge_initial_weights(training: RecordedTraining) -> Iterator[Finding]:
             yield information(AT_THE_START, f"{what} between ranks at the first recorded step{why}")
             return
     frozen = _frozen(training, {name for _, name in reduced}) if layout.is_data_parallel else None
+    if frozen is None and layout.is_data_parallel:
+        frozen = _constants(training)
     if frozen is not None:
         yield frozen
     if compared and (frozen is None or isinstance(frozen, Information)):
@@ -141,6 +150,38 @@ def _frozen(training: RecordedTraining, reduced: Collection[str]) -> Finding | N
             "ranks should have the same frozen weights, load them on all ranks, or broadcast them from one rank.",
         )
     return noted
+
+
+def _constants(training: RecordedTraining) -> HeadlineNote | None:
+    """Return a note on a module that is called without gradients only, such as a teacher, and differs between ranks."""
+    if len(training.ranks) < training.world_size or forward_communicates(training):
+        return None
+    weights = [one for place, steps in common_steps(training) for one in weights_at(place, steps)]
+    every = [rank.facts.get("weights", {}).get("constants", ()) for rank in training.ranks]
+    for modules in zip(*every, strict=False):
+        names = [[p["name"] for p in one["parameters"]] for one in modules]
+        if any(one != names[0] for one in names):
+            continue
+        if differing := _differing_digests(modules, "before"):
+            since, advice = "", "Copy its weights when all ranks have the same, or broadcast them from one rank."
+        # If trained weights differ, a moving average of them has to.
+        elif not any(one.differ("after") for one in weights) and (differing := _differing_digests(modules, "after")):
+            since, advice = " since a recorded step", "Update its weights on all ranks."
+        else:
+            continue
+        what = differing_parameters(differing, len(names[0]))
+        return headline_note(
+            AT_THE_START,
+            f"{modules[0]['class']} is called without gradients, as a teacher or a reference model is, and {what} "
+            f"between ranks{since}: {listed(differing)}. If it should be the same on all ranks, the ranks train for "
+            f"different targets. {advice}",
+        )
+    return None
+
+
+def _differing_digests(modules: Sequence[Facts], when: str) -> list[str]:
+    by_parameter = zip(*(one["parameters"] for one in modules), strict=True)
+    return [own[0]["name"] for own in by_parameter if all(p[when] for p in own) and len({p[when] for p in own}) > 1]
 
 
 def _beside(trained: Collection[str], shapes: Mapping[str, tuple[int, ...]], frozen: Sequence[str]) -> list[str]:

@@ -70,6 +70,7 @@ class TrainingPasses:
             self._runs_again,
             self._forward_ends,
             lambda tensor: any(tensor is one for one in self._optimizers.parameters()),
+            self._constant_called,
         )
         self._exact = ExactGradients(
             self._calls, layouts.exact, ReplayPrecision(options.truth), sample.has, self._before_replay
@@ -130,6 +131,9 @@ class TrainingPasses:
     def _forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._names.add(unwrapped(module))
         self._observers.tell(lambda one: one.forward_begins(module, args, kwargs))
+
+    def _constant_called(self, module: nn.Module) -> None:
+        self._observers.tell(lambda one: one.constant_called(module))
 
     def _forward_ends(self) -> None:
         self._observers.tell(lambda one: one.forward_ends())

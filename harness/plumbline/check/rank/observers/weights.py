@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from plumbline.check.evidence.training import Facts
 from plumbline.check.rank.observers.parallelism import ParallelismObserver, world_size
 from plumbline.check.rank.observers.tensor_digest import digest_and_projection, tensor_digest
 from plumbline.recording.observer import Observer
 from plumbline.recording.parameters import parameters_of
+from plumbline.recording.rehearsal import is_rehearsal
 from plumbline.recording.sharding import is_replicated
 
 
 class WeightObserver(Observer):
     """Notes weights if there are several ranks. Shards are left out, as each rank has its own.
 
-    The process has ``modules``: each parameter of each outermost module at its first recorded forward. A step has, in
-    the order of the optimizer's parameters, the digests ``before``, ``gradients`` and ``after``, and linear projections
-    of the weights, whose relative distance is about the same as that of the weights: ``projections`` after the step,
-    and ``projected_before``. ``began`` has the digests before the optimizer's very first step, which may not be
-    recorded; None for parameters that the optimizer got later.
+    The process has ``modules``: each parameter of each outermost module at its first recorded forward. ``constants``
+    has the parameters of modules whose outputs have no gradient, such as a teacher, with digests before the first call
+    and at the end of the recording. A step has, in the order of the optimizer's parameters, the digests ``before``,
+    ``gradients`` and ``after``, and linear projections of the weights, whose relative distance is about the same as
+    that of the weights: ``projections`` after the step, and ``projected_before``. ``began`` has the digests before the
+    optimizer's very first step, which may not be recorded; None for parameters that the optimizer got later.
     ``unreduced`` says why a wrapper reduces no gradients of its own parameter, and ``replicated`` which parameters are
     DTensors that should be the same on all ranks. ``copied``: the gradient is one that should be the same on all ranks.
     """
@@ -37,6 +41,9 @@ class WeightObserver(Observer):
         self._noted: Facts = {}
         self._began: dict[int, str | None] = {}
         self._after: dict[int, tuple[str | None, list[float] | None]] = {}
+        self._seen: Any = WeakTensorKeyDictionary()  # parameters of modules that were called without gradients
+        self._called: list[tuple[weakref.ref[nn.Module], list[str | None]]] = []
+        self._constants: list[Facts] = []
 
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note a module's parameters when it is called for the first time: a wrapper has broadcast them by now."""
@@ -62,6 +69,13 @@ class WeightObserver(Observer):
                 ],
             }
         )
+
+    def constant_called(self, module: nn.Module) -> None:
+        """Note a module's parameters, unless they are those of modules that were called before."""
+        parameters = list(module.parameters()) if world_size() > 1 and self.attends and not is_rehearsal() else []
+        if any(one not in self._seen for one in parameters):
+            self._seen.update(dict.fromkeys(parameters))
+            self._called.append((weakref.ref(module), list(map(tensor_digest, parameters))))
 
     def first_step(self, optimizer: Optimizer) -> None:
         if world_size() > 1:
@@ -99,10 +113,24 @@ class WeightObserver(Observer):
         return known if known is not None and known[0] == digest else digest_and_projection(parameter)
 
     def stop(self) -> None:
-        self._modules, self._after = [], {}
+        super().stop()
+        trained = {*self._began, *self._after, *(id(p) for module in self._modules for p in module.parameters())}
+        for called, before in self._called:
+            named = [] if (module := called()) is None else list(module.named_parameters())
+            if named and len(named) == len(before) and trained.isdisjoint(id(one) for _, one in named):
+                self._constants.append(
+                    {
+                        "class": type(module).__name__,
+                        "parameters": [
+                            {"name": name, "shape": list(one.shape), "before": digest, "after": tensor_digest(one)}
+                            for (name, one), digest in zip(named, before, strict=True)
+                        ],
+                    }
+                )
+        self._modules, self._after, self._called = [], {}, []
 
     def final_facts(self) -> Facts | None:
-        return {"modules": self._initial} if self._initial else None
+        return {"modules": self._initial, "constants": self._constants} if self._initial else None
 
     def _wrapped(self, parameters: list[Tensor]) -> list[bool]:
         """Return for each parameter whether a DistributedDataParallel keeps it the same on all its ranks."""
