@@ -1,6 +1,7 @@
 """Right trainings of unusual kinds on real ranks: nothing is said against them, and a mistake in them is named."""
 
 import contextlib
+import itertools
 import math
 from functools import partial
 
@@ -15,7 +16,7 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, StepLR
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
 from plumbline.check.verdict.verdict import Answer, answer_of
 
@@ -680,6 +681,34 @@ def test_ranks_that_each_shuffle_an_augmented_data_set_are_noted(plumbline, samp
     checked.assert_right()
     said = next(one.message for one in checked.findings if one.check == "samples")
     assert ("shuffles a data set of 24 samples by itself" in said) == (sampler is None)
+
+
+class EveryOther(BatchSampler):
+    """Deals out the batches of one order over two ranks, as Accelerate does."""
+
+    def __iter__(self):
+        return itertools.islice(super().__iter__(), dist.get_rank(), None, 2)
+
+    def __len__(self):
+        return super().__len__() // 2
+
+
+@pytest.mark.parametrize("seed", [0, None], ids=["one order", "an order of each rank"])
+def test_ranks_that_share_one_order_divide_it(plumbline, seed):
+    def train():
+        rows = TensorDataset(torch.randn(24, 6), torch.randint(3, (24,)))
+        model = DistributedDataParallel(small())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        generator = torch.Generator().manual_seed(dist.get_rank() if seed is None else seed)
+        sampler = EveryOther(RandomSampler(rows, generator=generator), 4, drop_last=True)
+        for inputs, labels in DataLoader(rows, batch_sampler=sampler):
+            optimizer.zero_grad()
+            cross_entropy(model(inputs + dist.get_rank()), labels).backward()
+            optimizer.step()
+
+    checked = plumbline.check(train, ranks=2, steps=STEPS)
+    said = next(one.message for one in checked.findings if one.check == "samples")
+    assert ("shuffles a data set of 24 samples by itself" in said) == (seed is None)
 
 
 def _averaged(weights):

@@ -361,5 +361,16 @@ def _undivided(training: RecordedTraining) -> int:
     known = [one for one in firsts if one is not None and not one["distributed"] and not one.get("replacement", True)]
     if len(known) < training.world_size or any(one.get("num_samples") != one["length"] for one in known):
         return 0
+    if len({one["head"] for one in known}) == 1 and all(map(_loads_a_part, training.ranks, known)):
+        return 0  # the ranks share one order, and a batch sampler, such as that of Accelerate, deals out its batches
     lengths = {one["length"] for one in known}
     return int(lengths.pop() or 0) if len(lengths) == 1 else 0
+
+
+def _loads_a_part(rank: RecordedRank, order: Facts) -> bool:
+    """Return whether a loader has too few batches for all samples of the order that it draws from."""
+    rows = max((one["rows"] for one in _forwards(rank) if "rows" in one), default=0)
+    lengths = [
+        one["length"] for one in rank.facts.get("loaders", {}).get("loaders", ()) if one["sampler"] == order["sampler"]
+    ]
+    return bool(lengths) and all(one is not None and (one + 1) * rows <= order["length"] for one in lengths)
