@@ -142,6 +142,34 @@ def test_a_named_cause_is_never_called_unknown(run_of):
     assert one.advice == ""
 
 
+def test_an_error_without_a_limit_is_not_said_to_be_counted(run_of):
+    finding = Finding("precision", Outcome.FAILED, "it", "trained-in-32-bits", "amp", error_x_noise=3e-5)
+    (one,) = diagnoses(run_of({cell(): finding}))
+    assert one.size == "3.0e-5 × noise"
+    assert one.certainty == "The cause explains what this check recorded."
+
+
+def test_a_buffer_is_not_called_a_parameter(run_of):
+    finding = Finding("buffers", Outcome.FAILED, "it", step=1, rank=1, parameter="bn.running_mean")
+    (one,) = diagnoses(run_of({cell(): finding}))
+    assert one.where == ("step 1", "rank 1", "buffer bn.running_mean", "layer bn")
+
+
+def test_a_size_may_be_that_of_all_parameters_together(run_of):
+    finding = dataclasses.replace(SUMMED, parameters=(("layers.0.weight", 3e6),))
+    (one,) = diagnoses(run_of({cell(): finding}))
+    assert one.size == (
+        "up to 4.0e6 × noise over all steps, in one parameter or in all of them together; a correct trainer stays "
+        "below 8.0"
+    )
+
+
+def test_a_dotted_line_is_explained_only_where_there_is_one(run_of):
+    summed = RankShares(0, (0.5, 0.5), ((1.0, 1.0), (1.0, 1.0)))
+    assert "dotted line" in report_page(run_of({cell(): SUMMED}))
+    assert "dotted line" not in report_page(run_of({cell(): dataclasses.replace(SUMMED, rank_shares=summed)}))
+
+
 def test_a_cell_with_another_mistake_is_not_shown_as_right(run_of):
     other = cell(subject="other")
     run = run_of({cell(): SUMMED, other: RIGHT})
@@ -173,7 +201,7 @@ def test_a_heat_map_writes_its_values_and_where_the_error_begins(run_of):
         ("", -1),
     ]
     assert "2 of 3 errors of 2 parameters over 2 steps are above the limit of 8.0 × noise" in picture.sentence
-    assert "first at step 0 in layers.0.weight; the largest is ∞ × noise at step 1" in picture.sentence
+    assert "first at step 0 in layers.0.weight; the largest of these is ∞ × noise at step 1" in picture.sentence
     right = heat_map(run.results[0].model_copy(update={"limit_x_noise": math.inf}), wrong=False)
     assert right is not None
     assert right.sentence.startswith("None of 3 errors")

@@ -163,7 +163,8 @@ def markdown_table(columns: Sequence[str], alignment: Iterable[str], rows: Itera
 
 def location(finding: AnyFinding) -> list[str]:
     """Return where a finding was observed, for example ``["step 0", "rank 1", "parameter head.weight"]``."""
-    where = {"step": finding.step, "rank": finding.rank, "parameter": finding.parameter}
+    what = "buffer" if finding.check == "buffers" else "parameter"
+    where = {"step": finding.step, "rank": finding.rank, what: finding.parameter}
     return [f"{name} {printable(str(value))}" for name, value in where.items() if value is not None]
 
 

@@ -70,7 +70,7 @@ def _not_broadcast(
         "DistributedDataParallel broadcasts them, so check for code that sets buffers in a forward hook, or while the "
         "wrapper is called",
         forward=f"forward {place}",
-        norms=f"; norm {first[1]} on rank 0, {forwards[rank]['buffers'][name][1]} on rank {number}",
+        norms=f" (norm {first[1]} on rank 0, {forwards[rank]['buffers'][name][1]} on rank {number})",
     )
 
 

@@ -322,7 +322,7 @@ register(
         "check where its sampler starts; if the trainer has no epochs, declare data='iterations'", 145),
     SHARDS_OVERLAP,
     SampleHypothesis("samples-never-seen", "data", _never_seen,
-        "{missing} of {count} samples are not used in an epoch",
+        "an epoch of the trainer leaves out {missing} of {count} samples",
         "check whether the end of an epoch or of a shard is dropped", 110),
     SampleHypothesis("shards-kept", "data", holds(lambda case: case.analysis.shuffles),
         "each rank keeps the same samples in every epoch",

@@ -69,7 +69,7 @@ def not_broadcast(
     """Return the failure of a rank that begins a forward with buffers of its own, where all ranks should share them."""
     return failed_with_hint(
         CHECK,
-        f"buffers differ from those of rank 0 when {forward} begins ({len(names)} of {of}{norms})",
+        f"{len(names)} of {of} buffers differ from those of rank 0 when {forward} begins{norms}, first",
         hint,
         cause="buffers-not-broadcast",
         family="buffers",

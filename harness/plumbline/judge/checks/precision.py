@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from plumbline.core.finding import Finding
 from plumbline.core.numbers import compact, x_noise
-from plumbline.core.outcome import Outcome
-from plumbline.judge.findings import failed_with_hint
+from plumbline.judge.findings import failed_with_hint, passed
 from plumbline.judge.oracle.noise import FALSE_ALARM, distance, in_noise
 from plumbline.judge.oracle.oracle import mean_gradient
 from plumbline.judge.trace_analysis import GlobalStep, TraceAnalysis
@@ -57,14 +57,11 @@ def precision(analysis: TraceAnalysis) -> Finding | None:
         f"gradients have {'the' if good else 'smaller'} rounding errors {'of' if good else 'than'} "
         f"{analysis.cell.precision}: the largest is {x_noise(nearest)} (expected at least {compact(border)}) {place}"
     )
-    return Finding(
-        "precision",
-        Outcome.PASSED if good else Outcome.FAILED,
-        message if good else f"{message}: run the forward {'in 16 bits' if masters else 'under autocast'}",
-        cause=None if good else "trained-in-32-bits",
-        family=None if good else "amp",
-        error_x_noise=nearest,
-    )
+    finding = passed("precision", message)
+    if not good:
+        hint = f"run the forward {'in 16 bits' if masters else 'under autocast'}"
+        finding = failed_with_hint("precision", message, hint, cause="trained-in-32-bits", family="amp")
+    return replace(finding, error_x_noise=nearest)
 
 
 def not_copied_back(analysis: TraceAnalysis) -> Finding | None:

@@ -103,7 +103,7 @@ def heat_map(finding: Result, *, wrong: bool) -> HeatMap | None:
         worst = max(above, key=lambda place: place[2])
         sentence = (
             f"{len(above)} of {of} are above the limit of {x_noise(limit)}: first at step {first[0]} in "
-            f"{printable(first[1])}; the largest is {_text(worst[2])} × noise at step {worst[0]} in "
+            f"{printable(first[1])}; the largest of these is {_text(worst[2])} × noise at step {worst[0]} in "
             f"{printable(worst[1])}."
         )
     labels = [shortened(printable(name), LONGEST_NAME) for name in grid.parameters]

@@ -357,9 +357,11 @@ def size(finding: Result) -> str:
     allowed = (
         "" if limit is None else f"; a correct trainer stays below {compact(limit)}" if limit else "; it must be 0"
     )
-    # The largest error may be from another step, or over all parameters together.
-    most = f"up to {x_noise(finding.error_x_noise)} over all steps" if finding.parameters else None
-    return f"{most or x_noise(finding.error_x_noise)}{allowed}"
+    largest = x_noise(finding.error_x_noise)
+    if finding.parameters:
+        # An error that is small in each parameter can be large for all of them together.
+        largest = f"up to {largest} over all steps, in one parameter or in all of them together"
+    return f"{largest}{allowed}"
 
 
 def certainty(finding: Result) -> str:
@@ -371,11 +373,11 @@ def certainty(finding: Result) -> str:
         sentences.append(f"The error is {compact(error / limit)} × the limit.")
     elif error is not None and limit == 0:
         sentences.append("The numbers are exact, so any difference is an error.")
-    elif finding.outcome is Outcome.FAILED:
+    elif finding.outcome is Outcome.FAILED and error is None:
         sentences.append("Counted or compared bit for bit: rounding plays no role.")
     elif finding.check == "launch":
         sentences.append("The training did not end normally, so its numbers were not checked.")
-    else:
+    elif finding.outcome is not Outcome.FAILED:
         sentences.append(
             "It has no verdict: the training or the check ended early, or the check could not have failed."
         )
