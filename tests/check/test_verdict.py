@@ -53,6 +53,7 @@ def test_the_headline_has_the_share_that_was_judged():
     part = verdict_of(checked(training(RIGHT, moved=(0,))))
     assert whole.sentence.startswith("100 % of gradients and updates judged in 4 steps on 2 ranks, none wrong")
     assert part.sentence.startswith("100 % of gradients, 75 % of updates judged in 4 steps on 2 ranks, none wrong")
+    assert "none wrong (gradients: 1.0 × rounding noise)" in whole.sentence
     assert (whole.answer, part.answer) == (Answer.RIGHT, Answer.RIGHT_IN_PART)
 
 

@@ -193,7 +193,7 @@ def test_text_of_a_script_is_only_text(text):
 
 
 def test_quiet_a_right_training_has_one_line_and_any_other_is_shown_whole():
-    assert screen(checked(training(RIGHT)), quiet=True) == screen(checked(training(RIGHT)), width=200).splitlines()[0]
+    assert screen(checked(training(RIGHT)), quiet=True) == screen(checked(training(RIGHT)), width=240).splitlines()[0]
     noted = checked(training(RIGHT, headline_note("objective", "It is a sum.")))
     assert screen(noted, quiet=True).endswith("; 1 note hidden by --quiet")
     failed = checked(training(RIGHT), code=3)

@@ -199,8 +199,9 @@ def _unknown_change(wrong: Sequence[ReceivedGradient], right_until_changed: Sequ
     is_clipped = any(case.step.replaced is not None for case in wrong)
     if right_until_changed and not is_clipped:
         return (
-            "the script changes gradients with its own code after the last backward pass, which left the right ones "
-            f"(known from step {min(case.step.number for case in right_until_changed)} on)"
+            "the script changes gradients with its own code after the last backward pass; "
+            "before this change, the gradients are right "
+            f"(compared from step {min(case.step.number for case in right_until_changed)} on)"
         )
     how = "after it clips them" if is_clipped else "with its own code"
     return f"the script changes gradients {how}, and the result matches no known combination of the ranks' gradients"

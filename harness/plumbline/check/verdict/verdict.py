@@ -155,7 +155,7 @@ def sentence_on(one: CheckedTraining) -> str:
     left_out = one.coverage.gradients.left_out
     if left_out and not one.coverage.gradients.entries:
         return f"no gradient was judged in full: {left_out[0].why}"
-    return f"{_judged_shares(one)} judged in {extent(one)}, none wrong{_noise(passed)}{_recomputed(one)}"
+    return f"{_judged_shares(one)} judged in {extent(one)}, none wrong{_noise(passed, 'gradients: ')}{_recomputed(one)}"
 
 
 def _nothing_moved(coverage: Coverage) -> str:
@@ -191,9 +191,9 @@ def _cause(wrong: Finding) -> str:
     return f"{wrong.check}: {title_of(str(wrong.cause))}"
 
 
-def _noise(finding: Finding) -> str:
+def _noise(finding: Finding, of: str = "") -> str:
     # Without a difference, there is no multiple of noise to state.
-    return "" if not finding.error_x_noise else f" ({compact(finding.error_x_noise)} × rounding noise)"
+    return "" if not finding.error_x_noise else f" ({of}{compact(finding.error_x_noise)} × rounding noise)"
 
 
 def _among_windows(windows: Sequence[JudgedWindow]) -> str:
@@ -237,7 +237,9 @@ NEXT_STEPS: Final[Mapping[str, str]] = {
     "leaves none to record": "use a smaller N in `--after N`, or let the script take more steps",
     "which a dry run needs": "let the script take more steps, or use a smaller N in `--after N`",
     "but runs no backward pass": "run the script with arguments that make it train",
-    "never calls its optimizer's step": "let the script run until the optimizer steps",
+    "never calls its optimizer's step": (
+        "let the script run until it calls `optimizer.step()`; updates that it makes itself are not judged"
+    ),
     "--stop ended some ranks before others": (
         "leave out `--stop`; if the command still fails, fix the error that it raises without Plumbline"
     ),
@@ -276,6 +278,9 @@ NEXT_STEPS: Final[Mapping[str, str]] = {
         "compute gradients with `loss.backward()`, and give the optimizer the model's parameters or copies of them"
     ),
     "the gradient did not come from a recorded backward pass": "compute gradients with `loss.backward()`",
+    "before this change, the gradients are right": (
+        "for the check, leave out what the script does to gradients: they are then judged"
+    ),
     "the script also changes the weights between optimizer steps": (
         "for the check, leave out what the script changes between steps, unless it averages over ranks: the "
         "optimizer's updates are then judged"
