@@ -118,6 +118,12 @@ def test_the_terminal_table_holds_every_reference_command_whole(realistic_run: R
     assert not re.search(r"…(?!=| distributed_backend)", shown)
 
 
+def test_a_narrow_terminal_table_cuts_no_command(realistic_run: Run) -> None:
+    shown = support_for_terminal(only(realistic_run, "reference"), 80)
+    assert not re.search(r"…(?!=| distributed_backend)", shown)
+    assert "num_nodes=n" in shown
+
+
 @pytest.mark.parametrize("width", [60, 80, 100])
 def test_whatever_a_run_says_stays_within_the_width(build_run: BuildRun, width: int) -> None:
     shown = support_for_terminal(hostile_run(build_run), width)

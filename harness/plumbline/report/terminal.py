@@ -95,7 +95,7 @@ def _support(support: pd.DataFrame) -> Table:
     table = plain_table(expand=True, gap=0)
     for name in marks:
         table.add_column(_HEADS.get(name, name), justify="center", no_wrap=True)
-    table.add_column("Command", ratio=1, no_wrap=True, overflow="ellipsis")
+    table.add_column("Command", ratio=1, overflow="fold")
     table.add_column("Cells\npassed", justify="right", no_wrap=True)
     table.add_column("Devi-\nates", justify="right", no_wrap=True)
     table.add_column("Worst\n× noise", justify="right", no_wrap=True)
