@@ -98,6 +98,11 @@ def test_a_job_that_fails_although_nothing_is_wrong_has_an_annotation():
     assert not unjudged_annotation(verdict_of(checked(training(WRONG), code=1)))
 
 
+def test_a_page_shows_names_in_what_to_do_as_code():
+    shown = page(checked())
+    assert "What to do: <b>use Python 3.10 or newer, and pass <code>PYTHONPATH</code> and <code>" in shown
+
+
 def test_what_the_reader_must_do_is_shown_whole_on_a_narrow_screen():
     long = f"the loader {'and its sampler ' * 15}begin each epoch alike: call sampler.set_epoch(epoch)"
     for one in (information("samples", long), replace(NOT_JUDGED, message=long)):
