@@ -125,7 +125,7 @@ def test_the_replay_is_what_the_same_optimizer_does_in_float64(optimizer):
         optimizer.step()
     with_gradients(optimizer)
     predicted = [
-        (p, replayed(optimizer, group, p, Guard(optimizer)))
+        (p, *replayed(optimizer, group, [p], Guard(optimizer)))
         for group in optimizer.param_groups
         for p in group["params"]
     ]

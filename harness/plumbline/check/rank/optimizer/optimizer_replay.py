@@ -1,15 +1,15 @@
 """Replays one optimizer step on copies: in the parameters' own precision, and in float64.
 
 A twin is an optimizer of the same class and with the same options that has copies of parameters, gradients and state:
-of one parameter, or of all parameters if the class is not one of torch's own and enough memory is free. Nothing of
-the training is touched: if the class is not one of torch's own, a guard ends the replay before an operation reads or
-writes the training's tensors, or communicates.
+of a few parameters if the class updates each entry by itself, else of one, or of all parameters if the class is not
+one of torch's own and enough memory is free. Nothing of the training is touched: if the class is not one of torch's
+own, a guard ends the replay before an operation reads or writes the training's tensors, or communicates.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -123,24 +123,41 @@ def is_entry_by_entry(optimizer: Optimizer) -> bool:
     return is_of_torch(optimizer) and type(optimizer).__name__ in ENTRY_BY_ENTRY
 
 
-def replayed(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, guard: Guard) -> ReplayedStep:
-    """Return the result of the optimizer's next step for one parameter, which must have a gradient.
+def replayed(
+    optimizer: Optimizer, group: dict[str, Any], parameters: Sequence[Tensor], guard: Guard
+) -> list[ReplayedStep]:
+    """Return the result of the optimizer's next step for some parameters of a group, which must have gradients.
+
+    There is more than one parameter only if the optimizer updates each entry by itself.
 
     Raises:
         NotReplayable: the step of a copy fails.
     """
     name = type(optimizer).__name__
-    if _is_part(parameter) and not is_entry_by_entry(optimizer):
+    if any(map(_is_part, parameters)) and not is_entry_by_entry(optimizer):
         raise NeedsOtherRanks(f"{name} combines all entries of a parameter, but the rank holds only a shard of it")
-    if has_share(optimizer, parameter):
+    if any(has_share(optimizer, one) for one in parameters):
         raise NeedsOtherRanks(f"the rank holds the state of {name} for some parameters only")
-    given = StepInput.of(optimizer, parameter)
+    given = [(group, [StepInput.of(optimizer, one) for one in parameters])]
     with replaying(optimizer, guard):
-        native = stepped(optimizer, group, given)
-        exact, lowered = exactly_stepped(optimizer, group, given)
+        native = stepped_all(optimizer, given)
+        exact, lowered = exactly_stepped_all(optimizer, given)
         compiled = is_of_torch(optimizer) and _is_anything_compiled()
-        traced = stepped(optimizer, group, given, traced=True) if compiled else None
-    return ReplayedStep(exact, native, traced, lowered)
+        traced = stepped_all(optimizer, given, traced=True) if compiled else [None] * len(native)
+    return [ReplayedStep(*each, lowered) for each in zip(exact, native, traced, strict=True)]
+
+
+def depends_on_others(
+    optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, guard: Guard, after: Tensor
+) -> bool:
+    """Return whether a parameter's weights ``after`` the step of all are not those after its step alone."""
+    try:
+        with replaying(optimizer, guard):
+            return not torch.equal(stepped(optimizer, group, StepInput.of(optimizer, parameter)), after)
+    except NeedsOtherRanks:
+        raise
+    except NotReplayable:
+        return True
 
 
 def _is_part(parameter: Tensor) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
@@ -20,7 +20,9 @@ from plumbline.check.rank.optimizer.optimizer_replay import (
     NeedsOtherRanks,
     NotReplayable,
     ReplayedStep,
+    depends_on_others,
     groups_of,
+    is_entry_by_entry,
     is_of_torch,
     memory,
     replayed,
@@ -36,6 +38,9 @@ from plumbline.check.rank.parameter_sample import ParameterSample
 from plumbline.recording.observer import Observer
 from plumbline.recording.parameters import parameters_of
 from plumbline.recording.sharding import is_data_parallel_shard, is_laid_out_otherwise, local
+
+_ENTRIES_TOGETHER = 2**18
+"""Entries of small parameters that are replayed together: six float64 copies of them take 12 MiB."""
 
 
 @dataclass(eq=False)
@@ -95,9 +100,9 @@ class UpdateReplay(Observer):
 
     Steps that no rank can replay alone are replayed by all ranks together, on whole parameters.
 
-    Memory: a copy of the weights, and one parameter with its state in float64; all of them if the class is not one of
-    torch's own. If steps are nested, the innermost one is judged. For ZeroRedundancyOptimizer, this is the step of the
-    inner optimizer, with this rank's share.
+    Memory: a copy of the weights, and one parameter, or several small ones, with the state in float64; all of them if
+    the class is not one of torch's own. If steps are nested, the innermost one is judged. For ZeroRedundancyOptimizer,
+    this is the step of the inner optimizer, with this rank's share.
     """
 
     name = "update"
@@ -253,31 +258,30 @@ def _replay(pending: _Pending, sample: ParameterSample, among: Callable[[Tensor]
                 chosen[number] = group, parameter
     is_all = not pending.unjudged and len(pending.own) == len(parameters)
     at_once = _at_once(optimizer, guard) if is_all else {}
-    for number, (group, parameter) in chosen.items():
-        with_others = at_once.pop(number, None)
-        after = _alone(optimizer, group, parameter, guard, otherwise=with_others)
-        if with_others is not None and not torch.equal(after.native, with_others.native):
-            after = with_others
-        pending.coupled |= after is with_others
+    for number in [one for one in chosen if one in at_once]:
+        group, parameter = chosen.pop(number)
+        after = at_once.pop(number)
+        pending.coupled |= depends_on_others(optimizer, group, parameter, guard, after.native)
         pending.due[number] = _due(optimizer, parameter, after)
+    for batch in _batches(chosen) if is_entry_by_entry(optimizer) else ([one] for one in chosen):
+        group, together = chosen[batch[0]][0], [chosen[number][1] for number in batch]
+        for number, parameter, after in zip(batch, together, replayed(optimizer, group, together, guard), strict=True):
+            pending.due[number] = _due(optimizer, parameter, after)
 
 
-def _alone(
-    optimizer: Optimizer,
-    group: dict[str, object],
-    parameter: Tensor,
-    guard: Guard,
-    *,
-    otherwise: ReplayedStep | None,
-) -> ReplayedStep:
-    try:
-        return replayed(optimizer, group, parameter, guard)
-    except NeedsOtherRanks:
-        raise
-    except NotReplayable:
-        if otherwise is None:
-            raise
-        return otherwise
+def _batches(chosen: dict[int, tuple[dict[str, object], Tensor]]) -> Iterator[list[int]]:
+    """Yield the numbers of parameters of one group that are replayed together, to save calls for small ones."""
+    batch: list[int] = []
+    entries = 0
+    for number, (group, parameter) in chosen.items():
+        size = local(parameter).numel()
+        if batch and (group is not chosen[batch[0]][0] or entries + size > _ENTRIES_TOGETHER):
+            yield batch
+            batch, entries = [], 0
+        batch.append(number)
+        entries += size
+    if batch:
+        yield batch
 
 
 def _at_once(optimizer: Optimizer, guard: Guard) -> dict[int, ReplayedStep]:
