@@ -161,7 +161,8 @@ class TrainingPasses:
         copied = [one for one in self._layouts.candidates() if id(one) not in leaves]
         self._gradients.follow(((one, one) for one in copied), reduced=self._layouts.reduced)
         one.facts["is_inner"] = not any(map(is_number, roots))
-        one.written = {id(each): written(each) for each in self._optimizers.parameters()}
+        every = list(self._optimizers.parameters())
+        one.written = dict(zip(map(id, every), written(every), strict=True))
         self._observers.tell(lambda observer: observer.backward_begins(one.number, roots))
 
     def _pass_ends(self, one: ArrivedGradients) -> None:

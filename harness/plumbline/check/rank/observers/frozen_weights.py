@@ -14,6 +14,7 @@ from torch.optim.optimizer import Optimizer
 from plumbline.check.evidence.training import Facts
 from plumbline.check.rank.low_rank import factor_pairs
 from plumbline.check.rank.observers.tensor_digest import digest_and_projection, readable_values, tensor_digest
+from plumbline.check.rank.optimizer.weights_print import weights_prints
 from plumbline.recording.observer import Observer
 from plumbline.recording.parameters import parameters_of
 
@@ -62,7 +63,7 @@ class FrozenWeightObserver(Observer):
         self._modules: list[nn.Module] = []
         self._known: dict[int, _Seen] = {}
         self._unnoticed: list[str] = []
-        self._gradients: dict[int, str | None] = {}
+        self._gradients: dict[int, int] = {}
         self._between: Facts = {}
         self._stepped: list[tuple[str, Tensor, str]] = []
 
@@ -74,13 +75,14 @@ class FrozenWeightObserver(Observer):
         self._between = {}
         own = {id(one) for one in parameters_of(optimizer)}
         self._stepped = []
+        trained: dict[int, Tensor] = {}
         for module in self._modules:
             named = dict(module.named_parameters())
             for name, one in named.items():
                 if one.requires_grad:
                     self._known.pop(id(one), None)
-                    if id(one) in own:
-                        self._gradients[id(one)] = None if one.grad is None else tensor_digest(one.grad)
+                    if id(one) in own and one.grad is not None:
+                        trained[id(one)] = one.grad
                     continue
                 if readable_values(one) is None:
                     continue
@@ -89,6 +91,7 @@ class FrozenWeightObserver(Observer):
                     self._between[name] = change
                 if is_stepped:
                     self._stepped.append((name, one, self._kind(one)))
+        self._gradients.update(zip(trained, weights_prints(list(trained.values())), strict=True))
 
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
         within = {}
@@ -113,8 +116,8 @@ class FrozenWeightObserver(Observer):
     def _kind(self, one: Tensor) -> str:
         if not bool(one.grad.any()):  # type: ignore[union-attr]
             return "zero"
-        digest = tensor_digest(one.grad)  # type: ignore[arg-type]
-        return "old" if digest is not None and self._gradients.get(id(one)) == digest else "own"
+        (now,) = weights_prints([one.grad])  # type: ignore[list-item]
+        return "old" if now and self._gradients.get(id(one)) == now else "own"
 
     def _change(self, name: str, one: Tensor, named: Mapping[str, Tensor], *, is_stepped: bool) -> Facts | None:
         """Return how a frozen parameter has changed since it was last seen, None if it has not."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -87,6 +88,7 @@ def _returned(call: Any) -> Iterator[tuple[str, Any]]:
             yield f"{name} in the output of {call.call.name}", node
 
 
+@cache
 def is_auxiliary(name: str) -> bool:
     return name not in _MAIN and any(word in name.lower() for word in _WORDS)
 

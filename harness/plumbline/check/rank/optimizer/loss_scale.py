@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from plumbline.check.evidence.training import Facts
-from plumbline.check.rank.optimizer.weights_print import weights_print
+from plumbline.check.rank.optimizer.twin import is_finite
+from plumbline.check.rank.optimizer.weights_print import weights_prints
 from plumbline.check.rank.optimizer.wrapped import WrappingObserver
 from plumbline.recording.grad_scaler import follow_scaled_steps, skips_in_its_kernel
 from plumbline.recording.parameters import parameters_of
 from plumbline.recording.patching import wrap_overrides
-from plumbline.recording.sharding import local
 
 
 class LossScale(WrappingObserver):
@@ -65,7 +65,7 @@ class LossScale(WrappingObserver):
         if self._stepping is not None:  # either a wrapper or the optimizer inside it
             self._stepping, self._stepped = optimizer, True
         bad = _bad(optimizer)
-        self._finite = [_is_finite(parameter) for parameter in parameters_of(optimizer)] if bad else []
+        self._finite = [is_finite(parameter) for parameter in parameters_of(optimizer)] if bad else []
 
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
         parameters = parameters_of(optimizer)
@@ -76,7 +76,7 @@ class LossScale(WrappingObserver):
         if skipped:
             facts["moved"] = _moved(self._before, _prints(optimizer))
         elif self._finite:
-            now = [_is_finite(parameter) for parameter in parameters]
+            now = [is_finite(parameter) for parameter in parameters]
             facts["broken"] = sum(old and not new for old, new in zip(self._finite, now, strict=False))
         self._finite = []
         self._unscaled.discard(optimizer)
@@ -149,13 +149,13 @@ def _innermost(optimizer: Any) -> Optimizer:
 
 def _prints(optimizer: Optimizer) -> dict[str, int]:
     """Return fingerprints of the weights and of the tensors of the state."""
-    prints = {}
+    named: dict[str, Tensor] = {}
     for number, parameter in enumerate(parameters_of(optimizer)):
-        prints[f"weights {number}"] = weights_print(parameter)
+        named[f"weights {number}"] = parameter
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                prints[f"state {number} {key}"] = weights_print(value)
-    return prints
+                named[f"state {number} {key}"] = value
+    return dict(zip(named, weights_prints(list(named.values())), strict=True))
 
 
 def _moved(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
@@ -168,9 +168,4 @@ def _moved(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
 def _bad(optimizer: Optimizer) -> int:
     """Return how many parameters have a gradient that is not finite."""
     gradients = (parameter.grad for parameter in parameters_of(optimizer))
-    return sum(gradient is not None and not _is_finite(gradient) for gradient in gradients)
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    own = local(tensor.detach())
-    return bool((own._values() if own.is_sparse else own).isfinite().all())
+    return sum(gradient is not None and not is_finite(gradient) for gradient in gradients)

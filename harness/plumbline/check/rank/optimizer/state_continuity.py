@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from plumbline.check.evidence.training import Facts
 from plumbline.check.rank.optimizer.optimizer_replay import stepping
-from plumbline.evidence.projection import fingerprint
+from plumbline.check.rank.optimizer.weights_print import weights_prints
 from plumbline.recording.observer import Observer
 from plumbline.recording.parameters import parameters_of
 from plumbline.recording.sharding import local
@@ -71,14 +72,15 @@ class StateContinuity(Observer):
 def _states(optimizer: Optimizer) -> dict[int, int]:
     """Return the fingerprint of each parameter's state, by the parameter's id."""
     states = stepping(optimizer).state
-    return {id(one): _fingerprint(states[one]) if one in states else 0 for one in parameters_of(optimizer)}
+    held = {id(one): _tensors(states[one]) if one in states else [] for one in parameters_of(optimizer)}
+    prints = iter(weights_prints([tensor for each in held.values() for tensor in each]))
+    return {one: _digest([next(prints) for _ in each]) for one, each in held.items()}
 
 
-def _fingerprint(state: object) -> int:
-    tensors = [local(one.detach()) for one in tree_leaves(state) if isinstance(one, Tensor)]
-    prints = [_print(one) for one in tensors if one.numel() > 1 and one.layout is torch.strided and bool(one.any())]
+def _tensors(state: object) -> list[Tensor]:
+    every = (local(one.detach()) for one in tree_leaves(state) if isinstance(one, Tensor))
+    return [one for one in every if one.numel() > 1 and one.layout is torch.strided and bool(one.any())]
+
+
+def _digest(prints: Sequence[int]) -> int:
     return int.from_bytes(hashlib.sha256(repr(prints).encode()).digest()[:6], "big") if prints else 0
-
-
-def _print(tensor: Tensor) -> int:
-    return fingerprint(torch.view_as_real(tensor) if tensor.is_complex() else tensor)

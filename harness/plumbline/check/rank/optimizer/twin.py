@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -30,6 +31,14 @@ _WIDER = {
 def norm_in_float64(tensor: Tensor) -> float:
     wide = torch.complex128 if tensor.is_complex() else torch.float64
     return float(torch.linalg.vector_norm(tensor, dtype=wide).real)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether all entries of this rank's part of a tensor are finite."""
+    own = local(tensor.detach())
+    own = own._values() if own.is_sparse else own
+    # A norm is far cheaper to compute, but for float64 numbers it can overflow.
+    return math.isfinite(norm_in_float64(own)) or bool(own.isfinite().all())
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -32,8 +31,8 @@ from plumbline.check.rank.optimizer.optimizer_replay import (
 )
 from plumbline.check.rank.optimizer.replay_together import ReplayTogether, WholeDue
 from plumbline.check.rank.optimizer.shared_memory import shared_places
-from plumbline.check.rank.optimizer.twin import norm_in_float64
-from plumbline.check.rank.optimizer.weights_print import weights_print
+from plumbline.check.rank.optimizer.twin import is_finite, norm_in_float64
+from plumbline.check.rank.optimizer.weights_print import weights_prints
 from plumbline.check.rank.parameter_sample import ParameterSample
 from plumbline.recording.observer import Observer
 from plumbline.recording.parameters import parameters_of
@@ -129,9 +128,9 @@ class UpdateReplay(Observer):
 
     def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
         """Keep the fingerprints of weights that no recorded step has updated yet."""
-        for parameter in (one for optimizer in self._optimizers for one in parameters_of(optimizer)):
-            if parameter not in self._prints and not is_data_parallel_shard(parameter):
-                self._prints[parameter] = weights_print(parameter)
+        every = (one for optimizer in self._optimizers for one in parameters_of(optimizer))
+        new = [one for one in every if one not in self._prints and not is_data_parallel_shard(one)]
+        self._prints.update(zip(new, weights_prints(new), strict=True))
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Replay the step that is about to be taken."""
@@ -143,7 +142,7 @@ class UpdateReplay(Observer):
         pending = _Pending(optimizer)
         self._open.append(pending)
         parameters = parameters_of(optimizer)
-        pending.prints = list(map(weights_print, parameters))
+        pending.prints = weights_prints(parameters)
         # The script may change a parameter without a gradient, such as a correction that a forward updates.
         known = zip(parameters, pending.prints, strict=True)
         pending.outside = [
@@ -169,7 +168,7 @@ class UpdateReplay(Observer):
         if pending is None:
             return None
         parameters = parameters_of(optimizer)
-        prints = list(map(weights_print, parameters))
+        prints = weights_prints(parameters)
         self._prints.update(zip(parameters, prints, strict=True))
         places = shared_places(map(local, parameters))
         if not self._is_whole(pending, parameters, skipped=skipped):
@@ -252,7 +251,7 @@ def _replay(pending: _Pending, sample: ParameterSample, among: Callable[[Tensor]
                 raise NeedsOtherRanks(
                     "the step reduces a gradient that is laid out over the ranks differently from its weights"
                 )
-            elif not _is_finite(parameter.grad):
+            elif not is_finite(parameter.grad):
                 pending.unjudged["its gradient is not finite"].append(number)
             else:
                 chosen[number] = group, parameter
@@ -346,13 +345,6 @@ def _has_hooks(optimizer: Optimizer) -> bool:
 def _real(tensor: Tensor) -> Tensor:
     own = local(tensor.detach())
     return torch.view_as_real(own) if own.is_complex() else own
-
-
-def _is_finite(gradient: Tensor) -> bool:
-    own = local(gradient)
-    values = own._values() if own.is_sparse else own
-    # A norm is far cheaper to compute, but for float64 numbers it can overflow.
-    return math.isfinite(norm_in_float64(values)) or bool(values.isfinite().all())
 
 
 def _are_bfloat16(parameters: Sequence[Tensor]) -> bool:
