@@ -25,7 +25,7 @@ from plumbline.check.rank.recorder import TrainingRecorder
 from plumbline.check.rank.shared_folder import SharedFolder, UnreachableFolderError
 from plumbline.check.rank.store_exchange import begin_recording
 from plumbline.core.numbers import counted
-from plumbline.recording.patching import Patches
+from plumbline.recording.patching import Patches, classes_of
 from plumbline.recording.process import rank_and_world
 
 if TYPE_CHECKING:
@@ -165,22 +165,25 @@ def attach(
 
 def _made_before() -> Iterator[Any]:
     """Yield existing optimizers with step hooks, DDP modules, schedulers, meshes and process groups, in no order."""
-    kinds = DistributedDataParallel, LRScheduler
     of_meshes: set[int] = set()
-    gc.collect()  # garbage of earlier trainings that only some ranks hold would number their optimizers differently
-    for one in gc.get_objects():
-        kind = type(one)
-        if issubclass(kind, Optimizer):
-            if getattr(kind.step, "hooked", False):  # a wrapper without hooks calls the step of the wrapped optimizer
-                yield one
-        elif issubclass(kind, kinds) or kind.__name__ == "DeviceMesh":
+    c10d: Any = torch.distributed
+    meshes = [c10d.device_mesh.DeviceMesh] if c10d.is_available() else []
+    kinds = [kind for base in (DistributedDataParallel, LRScheduler, *meshes) for kind in classes_of(base)]
+    # A wrapper without hooks calls the step of the wrapped optimizer.
+    kinds += [kind for kind in classes_of(Optimizer) if getattr(kind.step, "hooked", False)]
+    known = set(map(id, kinds))
+    found: list[weakref.ref[Any]] = [weakref.ref(one) for one in gc.get_objects() if id(type(one)) in known]
+    if found:
+        gc.collect()  # garbage of earlier trainings that only some ranks hold would number their optimizers differently
+    for each in found:
+        one: Any = each()
+        if one is not None:
             yield one
-            if kind.__name__ == "DeviceMesh":
+            if hasattr(one, "get_all_groups"):
                 with suppress(Exception):  # this rank may be outside the mesh, or the group is gone
                     of_meshes.update(map(id, one.get_all_groups()))
-    c10d: Any = getattr(torch.distributed, "distributed_c10d", None)
     # A private name: if this version of torch lacks it, groups created before are unknown.
-    for group in getattr(getattr(c10d, "_world", None), "pg_map", ()):
+    for group in getattr(getattr(getattr(c10d, "distributed_c10d", None), "_world", None), "pg_map", ()):
         if id(group) not in of_meshes:
             yield group
 

@@ -163,7 +163,7 @@ def wrap_overrides(base: Any, name: str, around: Around) -> None:
     If an override calls the method of its base class, ``around`` sees both calls, and has to know which is the
     outermost.
     """
-    for one in _classes(base):
+    for one in classes_of(base):
         if name in vars(one):
             wrap(one, name, around)
     announced = base.__init_subclass__.__func__ if "__init_subclass__" in vars(base) else None
@@ -176,7 +176,8 @@ def wrap_overrides(base: Any, name: str, around: Around) -> None:
     replace(base, "__init_subclass__", classmethod(init_subclass))
 
 
-def _classes(base: Any) -> Iterator[Any]:
+def classes_of(base: Any) -> Iterator[Any]:
+    """Yield a class and all its present subclasses; one with several bases perhaps more than once."""
     yield base
     for one in base.__subclasses__():
-        yield from _classes(one)
+        yield from classes_of(one)
