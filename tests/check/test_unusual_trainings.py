@@ -472,10 +472,30 @@ def test_gradients_that_were_right_before_the_script_changed_them_are_told(plumb
         checked.assert_right()
 
 
-@pytest.mark.parametrize("edit", [with_noise_of_its_own_on_each_rank, multiplied_by_a_number_of_each_rank])
+def doubled_on_one_rank(model):
+    if dist.get_rank() == 1:
+        for one in model.parameters():
+            one.grad *= 2
+
+
+@pytest.mark.parametrize(
+    "edit", [with_noise_of_its_own_on_each_rank, multiplied_by_a_number_of_each_rank, doubled_on_one_rank]
+)
 def test_a_change_of_reduced_gradients_that_differs_between_ranks_is_found(plumbline, edit):
     checked = plumbline.check(trained_after(edit, wrap=DistributedDataParallel), ranks=2, steps=STEPS)
     with pytest.raises(AssertionError, match="wrong: gradients: changed differently on ranks"):
+        checked.assert_right()
+
+
+def test_a_sum_that_only_one_rank_divides_is_found(plumbline):
+    def reduced(model):
+        for one in model.parameters():
+            dist.all_reduce(one.grad)
+            if dist.get_rank() == 0:
+                one.grad /= dist.get_world_size()
+
+    checked = plumbline.check(trained_after(reduced), ranks=2, steps=STEPS)
+    with pytest.raises(AssertionError, match="wrong: gradients: summed over ranks"):
         checked.assert_right()
 
 

@@ -95,10 +95,18 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
         )
     if not any(map(_is_changed, wrong)):
         return finding
-    right_until_changed = _right_until_changed(wrong) if is_unexplained(finding) else []
-    if not weights_are_made_equal(training) and (apart := _changed_apart(check, right_until_changed)) is not None:
-        return apart
-    is_multiple = is_one_multiple(wrong)
+    factors = _factors(wrong, training)
+    known = [[one for one in own if math.isfinite(one)] for own in factors]
+    # One factor is right with its loss only if it is the same on all ranks.
+    is_same = all(are_one(own) for own in known if own)
+    is_multiple = is_same and known == factors
+    is_apart = finding.cause in MULTIPLES and not is_same
+    right_until_changed = _right_until_changed(wrong) if is_unexplained(finding) or is_apart else []
+    if not weights_are_made_equal(training):
+        if (apart := _changed_apart(check, right_until_changed)) is not None:
+            return apart
+        if is_apart:
+            return finding
     if is_unexplained(finding) and not is_multiple:
         some = _right_on_some_ranks(check, wrong, training)
         return some or not_judged(check, _unknown_change(wrong, right_until_changed), step)
@@ -233,15 +241,18 @@ def _differ(case: ReceivedGradient, other: RecordedStep) -> bool:
     return bool((apart & case.compared).any())
 
 
-def is_one_multiple(wrong: Sequence[ReceivedGradient]) -> bool:
-    """Return whether wrong gradients are right up to a positive factor, the same on all ranks at a step."""
-    factors: dict[tuple[int, int], list[float]] = {}
+def _factors(wrong: Sequence[ReceivedGradient], training: RecordedTraining) -> list[list[float]]:
+    """Return by which factors the ranks' gradients are right at each wrong step, NaN where one is not a multiple."""
+    factors: dict[tuple[int, int], dict[int, float]] = {}
     for case in wrong:
         fit = replace(case, free_factor=True).fit(RIGHT)
-        if not fit.holds or fit.factor <= 0:
-            return False
-        factors.setdefault((case.step.optimizer, case.index), []).append(fit.factor)
-    return all(map(are_one, factors.values()))
+        factor = fit.factor if fit.holds and fit.factor > 0 else math.nan
+        factors.setdefault((case.step.optimizer, case.index), {})[case.rank] = factor
+    for case in judged_gradients(training).judged:
+        own = factors.get((case.step.optimizer, case.index))
+        if own is not None and case.rank not in own and bool(case.compared.any()):
+            own[case.rank] = 1.0  # this rank's gradient is right
+    return [[*own.values()] for own in factors.values()]
 
 
 def multiplied(totals: Sequence[float]) -> str:
