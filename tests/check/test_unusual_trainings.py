@@ -588,25 +588,31 @@ def test_a_factor_after_clipping_is_found(plumbline, limit):
     assert (wrong.check, wrong.cause) == ("gradients", "averaged-twice")
 
 
-@pytest.mark.parametrize("is_mean", [True, False])
-def test_a_factor_fits_a_sum_that_is_written_by_hand_but_no_mean(plumbline, is_mean):
+@pytest.mark.parametrize(
+    ("loss", "answer"),
+    [
+        (lambda losses, mask: losses.mean(), Answer.WRONG),
+        (lambda losses, mask: losses.mean() + losses.square().mean(), Answer.NOT_JUDGED),  # perhaps their mean
+        (lambda losses, mask: (losses * mask).sum(), Answer.RIGHT),
+    ],
+)
+def test_a_factor_fits_a_sum_that_is_written_by_hand_but_no_mean(plumbline, loss, answer):
     def train():
         model = DistributedDataParallel(small())
         torch.manual_seed(dist.get_rank())
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        mask = torch.tensor([1.0, 1.0, 1.0, 0.0]) if dist.get_rank() else torch.tensor([1.0, 0.0, 0.0, 0.0])
+        mask = torch.tensor([1.0, 1, 1, 0]) if dist.get_rank() else torch.tensor([1.0, 0, 0, 0])
         for _ in range(STEPS):
             optimizer.zero_grad()
-            losses = -model(batch()[0]).log_softmax(1)[:, 0]
-            (losses.mean() if is_mean else (losses * mask).sum()).backward()
+            loss(-model(batch()[0]).log_softmax(1)[:, 0], mask).backward()
             for one in model.parameters():
-                one.grad *= 1 / 2 if is_mean else 2 / 4  # the world size and the number of all tokens
+                one.grad /= 2  # the ranks; also the number of all tokens, divided by that of the ranks
             optimizer.step()
 
     checked = plumbline.check(train, ranks=2, steps=STEPS)
-    assert [one.cause for one in checked.findings if one.outcome.is_bad] == ["averaged-twice"] * is_mean
-    if not is_mean:
-        checked.assert_right(require_full=True)
+    assert answer_of(checked.trainings[0]) is answer
+    wrong = [one.cause for one in checked.findings if one.outcome.is_bad]
+    assert wrong == ["averaged-twice"] * (answer is Answer.WRONG)
 
 
 @pytest.mark.parametrize(

@@ -147,8 +147,8 @@ def has_plain_mean(steps: Sequence[RecordedStep], factor: float) -> bool:
 
     Every term has to be a mean. If one has the weight 1 on every rank, the loss does not make up for the ``factor`` by
     which gradients are multiplied. Others may have coefficients, but none that may do so: for a sum over ranks, a term
-    that is divided by the samples of all ranks has weights that add up to 1. It is not certain over what a sum is a
-    mean, unless a mask says what its terms are.
+    that is divided by the samples of all ranks has weights that add up to 1. Nor may all terms together, which the
+    script may average. It is not certain over what a sum is a mean, unless a mask says what its terms are.
     """
     if (made := objective_of(steps, written=True)) and all(share.function == WRITTEN for share in made.shares):
         return all(
@@ -159,7 +159,8 @@ def has_plain_mean(steps: Sequence[RecordedStep], factor: float) -> bool:
     if not all(every) or len({len(weights) for weights in every}) != 1:
         return False
     terms = list(zip(*every, strict=True))
-    makes_up = any(equals(weight, 1 / factor) for term in terms for weight in (*term, sum(term) / len(term)))
+    possible = [weight for term in terms for weight in (*term, sum(term) / len(term))] + [sum(own) for own in every]
+    makes_up = any(equals(weight, 1 / factor) for weight in possible)
     return not makes_up and any(all(equals(weight, 1.0) for weight in term) for term in terms)
 
 
