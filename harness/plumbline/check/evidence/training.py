@@ -148,8 +148,8 @@ class RecordedStep:
         return replace(self, passes=passes, left_out=len(self.passes) - len(passes))
 
     def _weights_at(self, one: BackwardPass) -> int | None:
-        prints: int | None = one.facts.get("weights", {}).get(str(self.optimizer))
-        return prints
+        prints: dict[int, int] = dict(one.facts.get("weights", ()))
+        return prints.get(self.optimizer)
 
     def only(self, numbers: Sequence[int]) -> RecordedStep:
         """Return the step for the parameters with these numbers only. The norm and facts are still the whole step's."""

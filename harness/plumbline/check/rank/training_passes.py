@@ -113,7 +113,7 @@ class TrainingPasses:
         trained = [id(one) for one in parameters_of(optimizer) if one.grad is not None]
         for one in own:
             prints = hash(tuple(map(one.written.get, trained)))
-            one.facts["weights"] = {**one.facts.get("weights", {}), str(number): prints}
+            one.facts["weights"] = [*one.facts.get("weights", ()), (number, prints)]
         if running is None:
             self._layouts.find(optimizer, number, [*own, *others])
             for one in (*own, *others):
