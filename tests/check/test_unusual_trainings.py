@@ -1258,3 +1258,37 @@ def micro_batches_of_a_model_whose_forward_a_library_replaced():
 def test_the_batch_of_a_pass_is_that_of_its_outermost_forward(plumbline):
     checked = plumbline.check(micro_batches_of_a_model_whose_forward_a_library_replaced, ranks=1, steps=STEPS)
     assert [one.cause for one in checked.findings if one.outcome.is_bad] == ["not-divided-by-micro-batches"]
+
+
+class Step(nn.Module):
+    """Has no forward of its own, as many a LightningModule, and shows the mean loss of all ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = small()
+
+    def training_step(self, inputs, labels):
+        loss = cross_entropy(self.net(inputs), labels)
+        dist.all_reduce(loss.detach().clone())
+        return loss
+
+
+def a_step_that_communicates_for_a_log():
+    module = Step()
+    wrapped = DistributedDataParallel(module)
+    torch.manual_seed(dist.get_rank())
+    optimizer = torch.optim.SGD(wrapped.parameters(), 0.1)
+
+    def redirected(*args):
+        del module.forward
+        return module.training_step(*args)
+
+    for _ in range(STEPS):
+        module.forward = redirected
+        optimizer.zero_grad()
+        wrapped(*batch()).backward()
+        optimizer.step()
+
+
+def test_a_step_that_communicates_for_a_log_is_judged(plumbline):
+    plumbline.check(a_step_that_communicates_for_a_log, ranks=2, steps=STEPS).assert_right(require_full=True)

@@ -199,8 +199,10 @@ class TrackedCalls:
             output = run_noted(run, module, args, kwargs)
         finally:
             thread.called, called = outer, thread.called
-        is_wrapper = unwrapping.is_redirected(module, forward) or any(one is child for one in called)
-        if is_wrapper and not (call is not None and communicates_beside(call, self.calls[first:])):
+        is_wrapper = any(one is child for one in called)
+        if is_wrapper and call is not None and communicates_beside(call, self.calls[first:]):
+            is_wrapper = False
+        if is_wrapper or unwrapping.is_redirected(module, forward):
             return output
         for inner in self.calls[first:]:
             inner.discarded = True
