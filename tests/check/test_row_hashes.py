@@ -65,3 +65,17 @@ def test_of_a_large_batch_the_same_rows_are_kept_in_any_order() -> None:
 
 def test_a_call_without_tensors_has_no_rows() -> None:
     assert rows_of((1, "a"), {"x": None}) is None
+
+
+def test_documents_of_tokens_are_rows() -> None:
+    tokens = torch.tensor([5, 6, 7, 5, 6, 8])
+
+    def documents(*ends: int) -> list[int]:
+        facts = rows_of((tokens,), {"cu_seqlens": torch.tensor([0, *ends])})
+        assert facts is not None
+        return list(facts["hashes"])
+
+    first, _, again, _ = documents(2, 3, 5, 6)
+    assert first == again
+    assert len(set(documents(3, 6))) == 2
+    assert len(documents(3, 5)) == 6  # the ends are not those of this tensor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,12 +25,15 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def rows_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Facts | None:
     """Return the facts about the rows (dim 0) of a call's input tensors, None if it has none.
 
-    ``in_rows`` says which tensors make up the rows. ``hashes`` are in the order of rows if all of them are kept.
+    ``in_rows`` says which tensors make up the rows. ``hashes`` are in the order of rows if all of them are kept. If the
+    rows are tokens, and ``cu_seqlens`` has the places where documents begin, each document counts as a row.
     """
     tensors = in_rows(tensor for tensor in tensors_in((args, kwargs)) if tensor.numel() and _is_readable(tensor))
     if not tensors:
         return None
     hashes = row_hashes(tensors)
+    if (places := _document_ends(kwargs, len(hashes))) is not None:
+        hashes = [hash(tuple(hashes[start:end])) for start, end in pairwise(places)]
     kept = hashes if len(hashes) <= ROWS_KEPT else sorted(hashes)[:ROWS_KEPT]
     return {
         "shapes": [list(tensor.shape) for tensor in tensors],
@@ -38,6 +42,14 @@ def rows_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Facts | None:
         "order": digest(hashes),
         "hashes": kept,
     }
+
+
+def _document_ends(kwargs: Mapping[str, Any], tokens: int) -> list[int] | None:
+    for name, one in kwargs.items():
+        if name.startswith("cu_seq") and isinstance(one, Tensor) and one.dim() == 1 and len(one) > 1:
+            places = [int(place) for place in one.tolist()]
+            return places if places[0] == 0 and places[-1] == tokens else None
+    return None
 
 
 def in_rows(tensors: Iterable[Tensor]) -> list[Tensor]:
