@@ -167,6 +167,13 @@ def test_a_changed_update_is_found_and_named(optimizer, change):
     assert causes(steps(optimizer, change=change)) == [expected[change]]
 
 
+@pytest.mark.parametrize(("change", "expected"), [(None, []), (_doubled, ["scaled-update"])], ids=["right", "doubled"])
+def test_weights_that_were_never_initialised_do_not_count(change, expected):
+    padded = nn.Parameter(torch.randn(100))
+    padded.data[-3:] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    assert causes(steps(torch.optim.AdamW([padded]), change=change)) == expected
+
+
 def test_the_factor_of_an_update_is_said():
     (finding,) = bad(steps(torch.optim.Adam([nn.Parameter(torch.randn(9, 9))]), change=_doubled))
     assert "the update is 2 × the right one" in finding.message

@@ -294,14 +294,14 @@ def _at_once(optimizer: Optimizer, guard: Guard) -> dict[int, ReplayedStep]:
 
 def _due(optimizer: Optimizer, parameter: Tensor, after: ReplayedStep) -> _Due:
     before = local(parameter.detach()).clone()
-    exact = _real(after.exact)
-    rough = [_real(one) for one in (after.native, after.traced) if one is not None]
+    given = [before, after.exact, *(one for one in (after.native, after.traced) if one is not None)]
+    weights, exact, *rough = _where_finite(before, *given)
     noise = max(norm_in_float64(one - exact) for one in rough)
     # A copy of a class that is not torch's own must repeat the step, or its replay in float64 proves nothing.
     judged_natively = after.lowered or not is_of_torch(optimizer)
-    native = None if not judged_natively else _segment(rough[0].double() - _real(before), before.dtype)
-    update = exact.sub_(_real(before))
-    unit = (norm_in_float64(_real(before)) + norm_in_float64(update)) * torch.finfo(before.dtype).eps / 2
+    native = None if not judged_natively else _segment(rough[0].double() - weights, before.dtype)
+    update = exact.sub_(weights)
+    unit = (norm_in_float64(weights) + norm_in_float64(update)) * torch.finfo(before.dtype).eps / 2
     lowers = after.lowered and is_of_torch(optimizer)
     return _Due(before, _segment(update, before.dtype), native, max(noise, unit), unit, lowers)
 
@@ -327,7 +327,8 @@ def _compared(
             row, close[str(number)] = whole.compared(parameter)
             rows.append([number, *row])
         elif due is not None and due.before.shape == local(parameter).shape:
-            made = _segment(_real(parameter).double() - _real(due.before), due.before.dtype)
+            old, new = _where_finite(due.before, due.before, local(parameter.detach()))
+            made = _segment(new.double() - old, due.before.dtype)
             error, right, moved = (float(vector.norm()) for vector in (made - due.update, due.update, made))
             repeated = 0.0 if due.native is None else float((made - due.native).norm())
             rows.append([number, error, due.noise, right, moved, float(made @ due.update), repeated, due.unit])
@@ -340,6 +341,17 @@ def _compared(
 
 def _has_hooks(optimizer: Optimizer) -> bool:
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def _where_finite(before: Tensor, *tensors: Tensor) -> list[Tensor]:
+    """Return weights as real numbers, 0 where they were not finite ``before`` the step.
+
+    DeepSpeed pads partitions with memory that it does not initialize, which can hold NaN.
+    """
+    real = [_real(one) for one in tensors]
+    if is_finite(before):
+        return real
+    return [one.masked_fill(~_real(before).isfinite(), 0) for one in real]
 
 
 def _real(tensor: Tensor) -> Tensor:
