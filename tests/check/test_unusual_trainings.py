@@ -843,6 +843,26 @@ def _mean_of_squares_over_all_ranks(logits, labels):
     return _mean_of_squares(logits, labels, dist.get_world_size())
 
 
+def _shares_of_all_ranks(power):
+    def loss(logits, labels):
+        residual = (logits - nn.functional.one_hot(labels, 3)) / dist.get_world_size() ** (1 / power)
+        return (residual.abs() ** power).mean() if power > 1 else residual.abs().mean()
+
+    return loss
+
+
+def _mean_over_one_row(logits, labels):
+    return _mean_by_hand(logits[:1], labels[:1]).sum()
+
+
+def _sum_in_a_mean(logits, labels):
+    return -logits.log_softmax(1).gather(1, labels[:, None]).sum().mean()
+
+
+def _sum_over_one_row(logits, labels):
+    return -logits.log_softmax(1).gather(1, labels[:, None])[:1].sum()
+
+
 def _sum_by_hand(logits, labels):
     return _mean_by_hand(logits, labels) * len(labels)
 
@@ -882,6 +902,11 @@ def _half_the_mean_of_own_tokens(logits, labels):
         (_divided_mean, Answer.NOT_JUDGED),
         (_mean_of_squares_over_all_ranks, Answer.NOT_JUDGED),
         (_mean_over_all_ranks_and_another, Answer.NOT_JUDGED),
+        (_shares_of_all_ranks(1), Answer.NOT_JUDGED),
+        (_shares_of_all_ranks(2), Answer.NOT_JUDGED),
+        (_mean_over_one_row, Answer.WRONG),
+        (_sum_in_a_mean, Answer.NOT_JUDGED),
+        (_sum_over_one_row, Answer.NOT_JUDGED),
         (_sum_by_hand, Answer.NOT_JUDGED),
         (_masked_mean, Answer.NOT_JUDGED),
     ],

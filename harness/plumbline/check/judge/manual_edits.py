@@ -122,7 +122,7 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
         return information(check, "the script multiplies gradients with its own code, as its loss requires", step)
     if is_unexplained(finding):
         return not_judged(check, multiplied([one.total for one in objectives]), step)
-    if objectives and all(abs(one.of_losses - 1) <= NEAR for one in objectives):
+    if objectives and all(one.has_means and abs(one.of_losses - 1) <= NEAR for one in objectives):
         factor = ((wrong[0].step.facts.get("clipping") or {}).get("by_hand") or {}).get("factor")
         if factor is None:  # a reduction by hand multiplies each rank's gradient by a different number
             return finding

@@ -94,6 +94,14 @@ class StepObjective:
         return not is_half or all(share.function != WRITTEN for share in self.shares)
 
     @property
+    def has_means(self) -> bool:
+        """Whether weights of 1 belong to means: a sum that the script writes has one, too, if it has a single term."""
+        return all(
+            any(share.function != WRITTEN or share.reduction != "sum" or share.terms > 1 for share in rank)
+            for rank in self.ranks
+        )
+
+    @property
     def is_even(self) -> bool:
         """Whether every term of the step counts the same."""
         return all(share.is_even for share in self.shares) and spread(self.rates) <= 1 + EXACT
@@ -151,10 +159,7 @@ def has_plain_mean(steps: Sequence[RecordedStep], factor: float) -> bool:
     script may average. It is not certain over what a sum is a mean, unless a mask says what its terms are.
     """
     if (made := objective_of(steps, written=True)) and all(share.function == WRITTEN for share in made.shares):
-        return all(
-            equals(sum(share.weight for share in rank), 1.0) and sum(share.terms for share in rank) > len(rank)
-            for rank in made.ranks
-        )
+        return made.has_means and all(equals(sum(share.weight for share in rank), 1.0) for rank in made.ranks)
     every = [_weights_of_means(step) for step in steps]
     if not all(every) or len({len(weights) for weights in every}) != 1:
         return False
@@ -318,7 +323,10 @@ def _shares(step: RecordedStep, *, written: bool = False) -> list[Share] | None:
     for one in loss_passes(step):
         noted = one.facts.get("objective", {})
         if written and (own := _written(noted)):
-            shares.append(Share(WRITTEN, "sum", own["terms"], own["weight"] / one.scale, own["even"], is_alone=True))
+            kind = noted["terms"][0]["name"]
+            reduction = "sum" if kind.startswith("a sum") else kind
+            weight = own["weight"] / one.scale
+            shares.append(Share(WRITTEN, reduction, own["terms"], weight, own["even"], is_alone=True))
             continue
         calls = calls_of_one_loss(noted)
         if not calls or any(call["weight"] is None for call in calls):
@@ -337,7 +345,8 @@ def _written(noted: Facts) -> Facts | None:
     if noted.get("calls") or len(terms) != 1 or len(terms[0]["levels"]) != 1:
         return None
     (level,) = terms[0]["levels"]
-    return level if level.get("sure") and level.get("terms") and math.isfinite(level["weight"]) else None
+    is_known = level.get("sure") and not level.get("scaled") and level.get("terms")
+    return level if is_known and math.isfinite(level["weight"]) else None
 
 
 def _fetched(forwards: Sequence[Facts]) -> tuple[Any, ...] | None:

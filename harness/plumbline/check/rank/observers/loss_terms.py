@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from plumbline.check.evidence.training import Facts
 from plumbline.check.rank.observers.loss_weight import (
     MOST_NODES,
+    REDUCES,
     SAME_OUTPUTS,
-    SAME_VALUES,
     UnknownWeightError,
     constant_of,
+    inner_constant,
+    is_same_value,
     mask_of,
 )
 from plumbline.check.rank.observers.row_hashes import in_rows, tensors_in
@@ -48,7 +50,6 @@ _EACH_COUNTS = (
 )  # fmt: skip
 """Nodes whose entries are all known to be terms although no mask says so."""
 
-_REDUCES = ("MeanBackward", "SumBackward")
 _CALL: Any = CallOutputs._backward_cls
 
 
@@ -59,7 +60,8 @@ class LossTerm:
     ``is_call``: a followed loss function of torch computes it. ``levels``: for a mean or a sum that is written by hand,
     what ``weights_of`` returns for the reduced tensor, or for each of several tensors if it is not known which one has
     an entry for each token. ``sure`` in each says whether all entries with a weight are terms: a function that the
-    script defines may ignore some.
+    script defines may ignore some. ``scaled``: each entry contains a factor, such as that in (x / 2)², which its weight
+    leaves out.
     """
 
     name: str
@@ -106,7 +108,7 @@ class LossTerms:
             yield LossTerm(known, factor)
         elif name in SAME_OUTPUTS:
             yield from self._terms(following[output][0], following[output][1], factor)
-        elif name in SAME_VALUES:
+        elif is_same_value(node, name):
             yield from self._terms(following[0][0], following[0][1], factor)
         elif name in ("AddBackward0", "SubBackward0"):
             second = float(node._saved_alpha) * (-1 if name == "SubBackward0" else 1)
@@ -116,7 +118,7 @@ class LossTerms:
         elif name in ("NegBackward0", "DivBackward0", "MulBackward0") and (times := _scalar(node, name)) is not None:
             inner, place = _sole(node)
             yield from self._terms(inner, place, factor * times)
-        elif name.startswith(_REDUCES):
+        elif name.startswith(REDUCES):
             yield self._reduced(node, name, factor)
         elif name == "AccumulateGrad":
             yield LossTerm("a parameter", factor)
@@ -137,7 +139,7 @@ class LossTerms:
             if name in SAME_OUTPUTS:
                 node, output = node.next_functions[output]
                 continue
-            if name.startswith(_REDUCES):
+            if name.startswith(REDUCES):
                 levels.append((node, output))
             elif _is_masking(node, name):
                 masked = len(levels)
@@ -149,7 +151,7 @@ class LossTerms:
         if masked >= 0 or not name.startswith(("MulBackward", "DivBackward")):
             sure = name[-1].isdigit() and (masked >= 0 or name.startswith(_EACH_COUNTS)) and not hides_a_mask(node)
             for one, place in levels[max(masked, 0) :]:
-                summary: Facts = {"sure": sure}
+                summary: Facts = {"sure": sure, "scaled": attempt(inner_constant, node) not in (1.0, None)}
                 term.levels.append(summary)
                 self._handles.append(one.register_prehook(partial(_arrived, summary, place, self._rows)))
         return term

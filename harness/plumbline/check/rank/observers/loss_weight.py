@@ -20,8 +20,13 @@ SAME_VALUES = (
 SAME_OUTPUTS = ("CallOutputsBackward", "_DDPSinkBackward")
 """Nodes that hand on each input as the output in the same place."""
 
-_LINEAR = ("AbsBackward", "MeanBackward", "NegBackward", "SqueezeBackward", "ViewBackward")
+_LINEAR = (
+    "AbsBackward", "GatherBackward", "IndexBackward", "MeanBackward", "NegBackward", "SelectBackward", "SliceBackward",
+    "SqueezeBackward", "ToCopyBackward", "UnsqueezeBackward", "ViewBackward",
+)  # fmt: skip
 """Nodes whose output is multiplied by a positive number if their input is."""
+
+REDUCES = ("MeanBackward", "SumBackward")
 
 _MEAN = 1
 """How torch numbers the reduction ``mean`` of its loss functions."""
@@ -52,7 +57,7 @@ def _means(node: Any, output: int, factor: float, left: list[int]) -> Iterator[l
         raise UnknownWeightError
     name = type(node).__name__
     following = node.next_functions
-    if name in SAME_VALUES:
+    if is_same_value(node, name):
         (inner, place), *_ = following
         yield from _means(inner, place, factor, left)
     elif name in SAME_OUTPUTS:
@@ -68,6 +73,11 @@ def _means(node: Any, output: int, factor: float, left: list[int]) -> Iterator[l
         yield from _means(inner, place, factor * constant, left)
     else:
         yield _counted(node, name, abs(factor))
+
+
+def is_same_value(node: Any, name: str) -> bool:
+    """Return whether a node hands on a single number, as a mean or a sum of one number without dimensions does."""
+    return name in SAME_VALUES or (name.startswith(REDUCES) and not node._saved_self_sym_sizes)
 
 
 def constant_of(node: Any, name: str) -> float | None:
@@ -90,20 +100,21 @@ def _counted(node: Any, name: str, factor: float) -> list[float]:
     if getattr(node, "_saved_reduction", None) == _MEAN:
         return [factor]
     if name.startswith("MeanBackward"):
-        return [factor * _inner_constant(node)]
+        return [factor * inner_constant(_input_of(node))]
     if name != "SumBackward0":
         raise UnknownWeightError
-    factor *= _inner_constant(node)
+    factor *= inner_constant(_input_of(node))
     sizes = node._saved_self_sym_sizes
-    counts = {float(torch.Size(sizes).numel()), float(sizes[0]) if sizes else 1.0, *_kept(node.next_functions[0][0])}
+    counts = {float(torch.Size(sizes).numel()), float(sizes[0]), *_kept(node.next_functions[0][0])}
+    if counts == {1.0}:
+        raise UnknownWeightError  # a sum of one entry looks like a mean
     return sorted(factor * count for count in counts)
 
 
-def _inner_constant(node: Any) -> float:
-    """Return the number by which every entry of a mean or a sum is multiplied, as far as its graph says so."""
+def inner_constant(node: Any) -> float:
+    """Return the number by which a node multiplies every entry, together with the nodes before it, as far as known."""
     constant = power = 1.0
     for _ in range(MOST_NODES):
-        node = next((one for one, _ in node.next_functions if one is not None), None)
         name = type(node).__name__
         if name in ("StackBackward0", "CatBackward0"):
             raise UnknownWeightError
@@ -119,7 +130,12 @@ def _inner_constant(node: Any) -> float:
                 constant *= abs(constant_of(node, name) or 0.0) ** power
         elif not name.startswith(_LINEAR):
             return constant
+        node = _input_of(node)
     return constant
+
+
+def _input_of(node: Any) -> Any:
+    return next((one for one, _ in node.next_functions if one is not None), None)
 
 
 def _differs_by_entry(node: Any) -> bool:
