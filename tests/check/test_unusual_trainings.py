@@ -212,6 +212,33 @@ def test_infinities_that_a_skipped_step_leaves_are_found(plumbline, zeroes, scal
     assert [(one.cause, one.step) for one in checked.findings if one.outcome.is_bad] == [(one, 1) for one in found]
 
 
+class OnQuantizedWeights(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = small()
+        self.quantized = nn.Parameter(torch.randint(9, (6, 6), dtype=torch.uint8), requires_grad=False)
+
+    def forward(self, inputs):
+        return self.head(inputs @ self.quantized.float())
+
+
+def test_an_optimizer_may_hold_weights_that_are_no_floating_point_numbers(plumbline):
+    def train():
+        model = OnQuantizedWeights()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+        for number in range(STEPS):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model) * (math.inf if number == 1 else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    checked = plumbline.check(train, ranks=1, steps=STEPS)
+    assert [one.message for one in checked.findings if one.check == "skipped-steps"] == [
+        f"the loss scaler skipped 1 of {STEPS} steps"
+    ]
+
+
 def trainings_of_their_own():
     """As in a search over settings."""
     torch.manual_seed(dist.get_rank())

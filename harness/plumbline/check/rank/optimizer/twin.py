@@ -37,6 +37,8 @@ def is_finite(tensor: Tensor) -> bool:
     """Return whether all entries of this rank's part of a tensor are finite."""
     own = local(tensor.detach())
     own = own._values() if own.is_sparse else own
+    if not (own.is_floating_point() or own.is_complex()):  # such as quantized weights
+        return True
     # A norm is far cheaper to compute, but for float64 numbers it can overflow.
     return math.isfinite(norm_in_float64(own)) or bool(own.isfinite().all())
 
