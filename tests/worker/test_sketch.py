@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -146,3 +147,27 @@ def test_the_weights_are_the_same_in_every_version():
     """These numbers are in recorded evidence: another hash could not read it."""
     assert sketch(torch.arange(40, dtype=torch.float32), 8).fingerprint == FINGERPRINT
     assert project(torch.arange(40, dtype=torch.float32), 8).flatten().tolist() == VALUES
+
+
+def test_tensors_have_the_same_fingerprints_together_as_alone():
+    sizes = (0, 1, 8191, 8192, 8193, GROUP - 1, GROUP, GROUP + 1, 2 * GROUP + 1)
+    tensors = [drawn(size, seed, dtype) for dtype in FLOATS for seed, size in enumerate(sizes)]
+    tensors += [drawn(12, 0).view(3, 4).t(), drawn(12, 0).view(3, 4)[:, ::2], torch.tensor(2.0), torch.arange(9)]
+    assert fingerprints(tensors) == [fingerprint(one) for one in tensors]
+    assert [fingerprint(one) for one in tensors[: len(sizes)]] == [
+        sketch(one).fingerprint for one in tensors[: len(sizes)]
+    ]
+
+
+def test_fingerprints_copy_few_tensors_at_once(monkeypatch):
+    copies, most, reshape = weakref.WeakSet(), [], torch.Tensor.reshape
+
+    def counted(tensor, *shape):
+        copy = reshape(tensor, *shape)
+        copies.add(copy)
+        most.append(len(copies))
+        return copy
+
+    monkeypatch.setattr(torch.Tensor, "reshape", counted)
+    fingerprints([torch.ones(GROUP // 512, 512).t() for _ in range(8)])
+    assert max(most) <= 3

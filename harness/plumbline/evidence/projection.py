@@ -88,11 +88,10 @@ def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
     for number, one in enumerate(tensors):
         kinds[one.dtype, one.device].append(number)
     for numbers in kinds.values():
-        flat = [tensors[number].detach().reshape(-1) for number in numbers]
-        rows = torch.cat([_row_hashes(parts) for parts in _packed(flat)])
-        found.update(
-            zip(numbers, _fingerprints(rows, [one.numel() for one in flat], flat[0].element_size()), strict=True)
-        )
+        own = [tensors[number].detach() for number in numbers]
+        rows = torch.cat([_row_hashes(parts) for parts in _packed(own)])
+        prints = _fingerprints(rows, [one.numel() for one in own], own[0].element_size())
+        found.update(zip(numbers, prints, strict=True))
     return [found[number] for number in range(len(tensors))]
 
 
@@ -160,10 +159,13 @@ def _group(device: torch.device) -> int:
 
 
 def _packed(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield the parts of one-dimensional tensors of one kind, in order, as many at a time as one group has room for."""
+    """Yield the parts of tensors of one kind, in order, as many at a time as one group has room for.
+
+    A tensor that is not contiguous is copied only when it is its turn.
+    """
     parts: list[Tensor] = []
     size, group = 0, _group(tensors[0].device)
-    for part in (each for one in tensors for each in torch.split(one, group)):
+    for part in (each for one in tensors for each in torch.split(one.reshape(-1), group)):
         length = _multiple(part.numel(), 8 * _WORDS)
         if size + length > group:
             yield parts
