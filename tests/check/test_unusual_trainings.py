@@ -615,6 +615,30 @@ def test_a_factor_after_clipping_is_found(plumbline, limit):
     assert (wrong.check, wrong.cause) == ("gradients", "averaged-twice")
 
 
+@pytest.mark.parametrize("counted", ["all ranks", "ranks with tokens"])
+def test_a_factor_fits_also_the_steps_in_which_a_mask_leaves_a_rank_no_term(plumbline, counted):
+    def train():
+        model = DistributedDataParallel(small())
+        torch.manual_seed(dist.get_rank())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for number in range(STEPS):
+            optimizer.zero_grad()
+            kept = 0 if dist.get_rank() and number == 1 else 2
+            losses = -model(batch()[0]).log_softmax(1)[:, 0]
+            (losses * (torch.arange(len(losses)) < kept)).sum().backward()
+            tokens = 2 if number == 1 else 4
+            for one in model.parameters():
+                one.grad *= (2 if counted == "all ranks" or number != 1 else 1) / tokens
+            optimizer.step()
+
+    checked = plumbline.check(train, ranks=2, steps=STEPS)
+    if counted == "all ranks":
+        checked.assert_right(require_full=True)
+        return
+    with pytest.raises(AssertionError, match="it is not known whether its loss requires that"):
+        checked.assert_right()
+
+
 @pytest.mark.parametrize(
     ("loss", "answer"),
     [

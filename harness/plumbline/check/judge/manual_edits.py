@@ -15,7 +15,7 @@ from plumbline.check.judge.noted import information, name_ranks, not_judged
 from plumbline.check.judge.precision_used import OBSERVER as PRECISION
 from plumbline.check.judge.rank_weights import factor_of_equal_weights, ranks_begin_apart, weights_are_made_equal
 from plumbline.check.judge.received_gradient import Fit, ReceivedGradient
-from plumbline.check.judge.step_objective import NEAR, has_plain_mean, step_objectives
+from plumbline.check.judge.step_objective import NEAR, has_plain_mean, objective_of, step_objectives
 from plumbline.check.judge.unreduced import AVERAGED, MADE_EQUAL, ranks_hold_one_model, separate_adapters
 from plumbline.core.finding import Finding, is_unexplained
 from plumbline.core.numbers import scale_text
@@ -117,7 +117,8 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
         return finding
     # A step with only zero gradients has no known factor, and needs none.
     found = [one for one in step_objectives(training.ranks, written=True) if math.isfinite(one.factor)]
-    objectives = found if all(one.is_certain for one in found) else []
+    is_known = all(objective_of([*case.ranks.values()], written=True) for case in wrong)
+    objectives = found if is_known and all(one.is_certain for one in found) else []
     if objectives and all(abs(one.total - 1) <= NEAR for one in objectives):
         return information(check, "the script multiplies gradients with its own code, as its loss requires", step)
     if is_unexplained(finding):

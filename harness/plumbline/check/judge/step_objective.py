@@ -345,7 +345,8 @@ def _written(noted: Facts) -> Facts | None:
     if noted.get("calls") or len(terms) != 1 or len(terms[0]["levels"]) != 1:
         return None
     (level,) = terms[0]["levels"]
-    is_known = level.get("sure") and not level.get("scaled") and level.get("terms")
+    # A mask may leave no term of a micro-batch.
+    is_known = level.get("sure") and not level.get("scaled") and level.get("terms") is not None
     return level if is_known and math.isfinite(level["weight"]) else None
 
 
