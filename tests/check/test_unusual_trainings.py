@@ -615,6 +615,25 @@ def test_a_factor_after_clipping_is_found(plumbline, limit):
     assert (wrong.check, wrong.cause) == ("gradients", "averaged-twice")
 
 
+@pytest.mark.parametrize("divisor", [1.0, 2.0])
+def test_the_loss_of_another_model_does_not_explain_a_factor(plumbline, divisor):
+    def train():
+        models = [DistributedDataParallel(small()) for _ in range(2)]
+        torch.manual_seed(dist.get_rank())
+        optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
+        for _ in range(STEPS):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                loss_of(model).backward()
+            for model, optimizer in zip(models, optimizers, strict=True):
+                for one in model.parameters():
+                    one.grad /= divisor
+                optimizer.step()
+
+    checked = plumbline.check(train, ranks=2, steps=STEPS)
+    assert [one.check for one in checked.findings if one.outcome.is_bad] == ["gradients"] * (divisor == 2)
+
+
 @pytest.mark.parametrize("counted", ["all ranks", "ranks with tokens"])
 def test_a_factor_fits_also_the_steps_in_which_a_mask_leaves_a_rank_no_term(plumbline, counted):
     def train():
