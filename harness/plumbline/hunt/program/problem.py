@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -278,6 +279,13 @@ class Problem:
         return self.recipe.shuffle and self.kind != "raised"
 
     @property
+    def stopped_batches(self) -> int:
+        """Batches on each rank, over all epochs, before the interruption."""
+        assert self.recipe.interrupt_after is not None
+        epochs, steps = divmod(self.recipe.interrupt_after, -(-self.recipe.steps_per_epoch // self.recipe.accumulate))
+        return epochs * self.recipe.steps_per_epoch + steps * self.recipe.accumulate
+
+    @property
     def find_unused(self) -> bool:
         """Whether DistributedDataParallel must look for parameters that a step leaves unused."""
         return self.ranks > 1 and not {"unused", "thawed"}.isdisjoint(self.recipe.layers)
@@ -335,6 +343,10 @@ class Problem:
         if self.scheduled:
             head = "for optimizer, schedule in zip(optimizers, schedules, strict=True):"
         return "\n".join([head, *("    " + line for line in lines)])
+
+    def in_shards(self, lines: str) -> str:
+        """Return the lines that make optimizers, with the state of each divided among the ranks."""
+        return re.sub(r"(torch\.optim\.\w+)\((.+?), (?=lr)", r"ZeroRedundancyOptimizer(\2, \1, ", lines)
 
     @property
     def scaler(self) -> str:
