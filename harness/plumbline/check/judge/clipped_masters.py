@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from plumbline.check.judge.received_gradient import ReceivedGradient
-from plumbline.judge.truth import RIGHT
 
 OBSERVER = "masters"
 
@@ -51,7 +50,7 @@ class MasterStep:
         """The ratio of each rank's gradients to the right ones; empty if any are not a multiple of these."""
         found: dict[int, list[float]] = {}
         for case in self.cases:
-            fit = replace(case, free_factor=True).fit(RIGHT)
+            fit = case.fit_of_a_multiple()
             if not fit.holds:
                 return {}
             if case.compared.any():
@@ -63,7 +62,7 @@ class MasterStep:
     @property
     def common_factor(self) -> float:
         """The factor below 1 that all gradients share which are right up to a factor; 1 if there is none."""
-        fits = [replace(case, free_factor=True).fit(RIGHT) for case in self.cases if case.compared.any()]
+        fits = [case.fit_of_a_multiple() for case in self.cases if case.compared.any()]
         factors = [one.factor for one in fits if one.holds]
         return min(1.0, factors[0]) if factors and are_one(factors) else 1.0
 

@@ -14,7 +14,7 @@ from plumbline.check.judge.loss_scales import division
 from plumbline.check.judge.noted import information, name_ranks, not_judged
 from plumbline.check.judge.precision_used import OBSERVER as PRECISION
 from plumbline.check.judge.rank_weights import factor_of_equal_weights, ranks_begin_apart, weights_are_made_equal
-from plumbline.check.judge.received_gradient import Fit, ReceivedGradient
+from plumbline.check.judge.received_gradient import ReceivedGradient
 from plumbline.check.judge.step_objective import NEAR, has_plain_mean, objective_of, step_objectives
 from plumbline.check.judge.unreduced import AVERAGED, MADE_EQUAL, ranks_hold_one_model, separate_adapters
 from plumbline.core.finding import Finding, is_unexplained
@@ -132,7 +132,7 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
             f"remove the factor {factor:.6g} by which the script multiplies all gradients after the backward pass; "
             "without it, the losses have a total weight of 1",
         )
-    if all(has_plain_mean([*case.ranks.values()], _factor(case)) for case in wrong):
+    if all(has_plain_mean([*case.ranks.values()], case.fit_of_a_multiple().factor) for case in wrong):
         return finding
     return not_judged(
         check,
@@ -140,11 +140,6 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
         "whether its loss requires that",
         step,
     )
-
-
-def _factor(case: ReceivedGradient) -> float:
-    """Return which multiple of the right gradient was received."""
-    return replace(case, free_factor=True).fit(RIGHT).factor
 
 
 def _with_equal_weights(check: str, training: RecordedTraining, step: int | None) -> Finding:
@@ -246,7 +241,7 @@ def _factors(wrong: Sequence[ReceivedGradient], training: RecordedTraining) -> l
     """Return by which factors the ranks' gradients are right at each wrong step, NaN where one is not a multiple."""
     factors: dict[tuple[int, int], dict[int, float]] = {}
     for case in wrong:
-        fit = replace(case, free_factor=True).fit(RIGHT)
+        fit = case.fit_of_a_multiple()
         factor = fit.factor if fit.holds and fit.factor > 0 else math.nan
         factors.setdefault((case.step.optimizer, case.index), {})[case.rank] = factor
     for case in judged_gradients(training).judged:
@@ -316,10 +311,9 @@ def _named(finding: Finding, observed: str, hint: str, cause: str, family: str) 
 
 def clipped_by_hand(wrong: Sequence[ReceivedGradient]) -> bool:
     """Return whether wrong gradients of several steps have the right direction, are too short, and have one norm."""
-    fits = [(case, replace(case, free_factor=True)) for case in wrong]
     if len({case.index for case in wrong}) < 2 or any(case.step.unclipped is not None for case in wrong):
         return False
-    results: list[Fit] = [free.fit(RIGHT) for _, free in fits]
+    results = [case.fit_of_a_multiple() for case in wrong]
     lengths = [case.step.norm for case in wrong]
     return (
         all(fit.holds and 0 < fit.factor < 1 for fit in results)

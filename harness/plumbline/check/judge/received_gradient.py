@@ -235,6 +235,10 @@ class ReceivedGradient(GradientCase):
         worst = int(ratios.argmax()) if len(ratios) else 0
         return Fit(float(ratios[worst]) if len(ratios) else 0.0, factor, worst)
 
+    def fit_of_a_multiple(self) -> Fit:
+        """Return which multiple of the right gradient was received, and how well it fits."""
+        return replace(self, free_factor=True).fit(RIGHT)
+
     @property
     def limit(self) -> float:
         return PROJECTION_MARGIN
