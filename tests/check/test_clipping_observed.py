@@ -160,6 +160,36 @@ def test_clipping_every_micro_batch_is_found():
     assert causes(recorded(script)) == ["clipped-every-micro-batch"]
 
 
+@pytest.mark.parametrize("change", [lambda model: NORM(model.parameters(), 0.1), lambda model: _by_hand(model)])
+def test_another_models_backward_pass_leaves_what_was_done_to_gradients(change):
+    """As in adversarial training, where both models have computed their gradients before the first one steps."""
+
+    def script(other_pass: bool) -> Callable[[], None]:
+        def train() -> None:
+            first, second = small_model(), small_model()
+            optimizers = [torch.optim.SGD(model.parameters(), 0.01) for model in (first, second)]
+            for step in range(2):
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                loss_of(first, step).backward()
+                change(first)
+                if other_pass:
+                    loss_of(second, step).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+
+        return train
+
+    apart, alone = recorded(script(True)), recorded(script(False))
+    assert causes(apart) == causes(alone) == []
+    for one in ("by_hand", "edited"):
+        told = [
+            [step.facts["clipping"][one] for step in training.ranks[0].steps if step.optimizer == 0]
+            for training in (apart, alone)
+        ]
+        assert told[0] == told[1]
+
+
 def test_micro_batches_that_are_clipped_and_taken_away_are_not():
     """As in differentially private training: the parts are added elsewhere."""
 

@@ -68,6 +68,23 @@ def test_models_that_are_clipped_together_have_their_gradients_from_before(plumb
     assert all(step.unclipped is not None for step in steps_of(checked))
 
 
+def test_gradients_from_before_clipping_are_kept_while_another_model_computes_its_own(plumbline):
+    def train():
+        (first, loss), (second, other) = model_and_loss(), model_and_loss()
+        optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in (first, second)]
+        for _ in range(2):
+            loss().backward()
+            nn.utils.clip_grad_norm_(first.parameters(), 0.1)
+            other().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    checked = plumbline.check(train, ranks=1, steps=2)
+    checked.assert_right(require_full=True)
+    assert [step.unclipped is not None for step in steps_of(checked)] == [True, False, True, False]
+
+
 def test_an_optimizer_whose_first_step_comes_too_late_is_not_covered(plumbline):
     def train():
         (critic, loss), (generator, other) = model_and_loss(), model_and_loss()

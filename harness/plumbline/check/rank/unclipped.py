@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from plumbline.recording.flat_sharding import FlatUnit, part_of
 from plumbline.recording.observer import Observer
 from plumbline.recording.parameter_names import ParameterNames
 from plumbline.recording.parameters import parameters_of
+from plumbline.recording.pass_gradients import PassGradients
 from plumbline.recording.pause import paused
 from plumbline.recording.sharding import is_shard
 
@@ -47,6 +48,8 @@ class UnclippedGradients(Observer):
         self._shards: dict[int, Tensor] = {}
         self._after_backward: dict[int, Tensor] = {}
         self._keeps_after_backward = False
+        self._before_pass = PassGradients()
+        self._known: Sequence[dict[int, Tensor]] = ()
 
     def note(self, parameters: Sequence[Tensor]) -> None:
         """Record gradients before they are clipped."""
@@ -134,19 +137,29 @@ class UnclippedGradients(Observer):
         return {id(one): kept(gradient) for one, gradient in found if gradient is not None}
 
     def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
-        """Forget the gradients, which the pass changes."""
-        for notes in self._notes:
-            notes.clear()
+        self._before_pass = PassGradients(self._parameters())
+        self._known = [dict(notes) for notes in self._notes]
 
     def backward_ends(self, number: int) -> Facts | None:
-        """Keep what the pass left of gradients that this rank holds whole, if that was asked for."""
+        """Forget the gradients that the pass changed, and keep what it left of those that this rank holds whole.
+
+        The latter takes place only if it was asked for.
+        """
+        changed = [one for one in self._parameters() if self._before_pass.is_changed(one)]
+        for notes, known in zip(self._notes, self._known, strict=True):
+            for name in map(id, changed):
+                if name in known and notes.get(name) is known[name]:  # not noted anew during the pass
+                    del notes[name]
         if self._keeps_after_backward and self.recording:
             scales = self._scales()
             with torch.no_grad(), paused():
-                for one in (each for optimizer in self._optimizers for each in parameters_of(optimizer)):
+                for one in changed:
                     if one.grad is not None and self._sample.has(one) and not is_shard(one) and part_of(one) is None:
                         self._after_backward[id(one)] = kept(one.grad) / scales[id(one)]
         return None
+
+    def _parameters(self) -> Iterator[Tensor]:
+        return (one for optimizer in self._optimizers for one in parameters_of(optimizer))
 
     @property
     def _notes(self) -> Sequence[dict[int, Tensor]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakSet, ref
 
@@ -18,6 +18,7 @@ from plumbline.check.rank.optimizer.clipping_call import ClippingCall, Norm, fac
 from plumbline.check.rank.optimizer.loss_scale import LossScale
 from plumbline.check.rank.optimizer.wrapped import WrappingObserver
 from plumbline.recording.parameters import parameters_of
+from plumbline.recording.pass_gradients import PassGradients
 from plumbline.recording.patching import wrap
 from plumbline.recording.sharding import is_shard
 
@@ -75,6 +76,8 @@ class ClippingObserver(WrappingObserver):
         self._stepped: WeakSet[Optimizer] = WeakSet()
         self._calls: dict[int, list[ClippingCall]] = {}
         self._lengths: dict[int, float] = {}
+        self._passes: dict[int, int] = {}
+        self._before_pass = PassGradients()
         self._pass = -1
         self._inside = False
         self._depth = 0
@@ -98,7 +101,7 @@ class ClippingObserver(WrappingObserver):
     def start(self) -> None:
         """Forget earlier notes, and wrap the method of FSDP if FSDP has been imported."""
         super().start()
-        for notes in (self._calls, self._lengths, self._changes, self._while_scaled):
+        for notes in (self._calls, self._lengths, self._passes, self._changes, self._while_scaled):
             notes.clear()
         self._stepped.clear()
         self._empty = 0
@@ -107,18 +110,43 @@ class ClippingObserver(WrappingObserver):
             wrap(sys.modules[_FSDP].FullyShardedDataParallel, "clip_grad_norm_", self._around_method)
 
     def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
-        """Mark clipped gradients to which this pass adds as kept."""
+        """Note which gradients there are, and forget the norms of those that a step has used."""
         self._pass, self._inside = number, True
+        self._note_lengths(one for optimizer in self._stepped for one in parameters_of(optimizer))
         self._stepped.clear()
-        for call in {id(call): call for calls in self._calls.values() for call in calls}.values():
-            if call.at_pass < number and not call.late and not call.kept:
-                call.kept = total(lengths_of(call.parameters)) >= 0.5 * total(call.after) > 0
+        self._before_pass = PassGradients(self._parameters())
+        for call in self._all_calls():
+            call.lasts = total(lengths_of(call.parameters)) >= 0.5 * total(call.after) > 0
 
     def backward_ends(self, number: int) -> Facts | None:
-        """Note the norms of gradients, to detect later changes by the script."""
+        """Note the norms of gradients that this pass changed, and mark clipped ones to which it added as kept.
+
+        Those that it did not change, such as another model's, keep their notes: the script may have multiplied them.
+        """
         self._inside = False
-        self._lengths = lengths_of(one for optimizer in self._optimizers for one in parameters_of(optimizer))
+        changed = [one for one in self._parameters() if self._before_pass.is_changed(one)]
+        self._note_lengths(changed)
+        names = set(map(id, changed))
+        for call in self._all_calls():
+            if call.at_pass < number and not call.late:
+                call.kept |= call.lasts and not names.isdisjoint(call.after)
         return None
+
+    def _parameters(self) -> Iterator[Tensor]:
+        return (one for optimizer in self._optimizers for one in parameters_of(optimizer))
+
+    def _all_calls(self) -> Iterable[ClippingCall]:
+        return {id(call): call for calls in self._calls.values() for call in calls}.values()
+
+    def _note_lengths(self, parameters: Iterable[Tensor]) -> None:
+        parameters = list(parameters)
+        lengths = lengths_of(parameters)
+        for name in map(id, parameters):
+            self._lengths[name], self._passes[name] = lengths.get(name, 0.0), self._pass
+
+    def _is_current(self, call: ClippingCall, name: int) -> bool:
+        """Return whether no later pass has changed the gradient that this call clipped."""
+        return call.at_pass >= self._passes.get(name, -1)
 
     def scaled(self, parameters: Iterable[Tensor], factor: float) -> None:
         """Note that a library has multiplied gradients as part of its backward passes; the script itself has not."""
@@ -169,6 +197,7 @@ class ClippingObserver(WrappingObserver):
         super().stop()
         self._calls.clear()
         self._lengths.clear()
+        self._passes.clear()
         self._measured = None
 
     def _around(self, kind: str) -> Callable[..., Any]:
@@ -267,7 +296,7 @@ class ClippingObserver(WrappingObserver):
             name = id(parameter)
             expected = self._lengths.get(name, 0.0) / scale
             for call in self._calls.get(id(optimizer), []):
-                if call.at_pass == self._pass and call.before.get(name):
+                if self._is_current(call, name) and call.before.get(name):
                     expected *= call.after[name] / call.before[name]
             if expected > 0 and math.isfinite(expected) and math.isfinite(now.get(name, math.nan)):
                 factors.append((now[name] / expected, ROUNDINGS * _epsilon(parameter)))
@@ -279,8 +308,10 @@ class ClippingObserver(WrappingObserver):
 
     def _is_edited(self, optimizer: Optimizer) -> bool:
         """Return whether norms of gradients have changed since clipping, and not all by the same factor."""
-        calls = [call for call in self._calls.get(id(optimizer), []) if call.at_pass == self._pass and not call.late]
-        clipped = {name: length for call in calls for name, length in call.after.items()}
+        calls = [call for call in self._calls.get(id(optimizer), []) if not call.late]
+        clipped = {
+            name: length for call in calls for name, length in call.after.items() if self._is_current(call, name)
+        }
         now = lengths_of(parameters_of(optimizer)) if clipped else {}
         factors = sorted(
             (now[name] / clipped[name], ROUNDINGS * _epsilon(one))

@@ -31,7 +31,10 @@ class Norm:
 
 @dataclass(eq=False)
 class ClippingCall:
-    """One clipping call, with the norms of gradients before and after it, by the parameter's id."""
+    """One clipping call, with the norms of gradients before and after it, by the parameter's id.
+
+    ``lasts``: the gradients were still clipped ones when the latest backward pass began.
+    """
 
     kind: str
     limit: float
@@ -46,6 +49,7 @@ class ClippingCall:
     parameters: Sequence[Tensor]
     scales: dict[int, float]
     late: bool
+    lasts: bool = False
     kept: bool = False
 
 
