@@ -70,6 +70,38 @@ def two_networks():
         optimizers[0].step()
 
 
+def two_models_before_their_steps(divisor):
+    """Both models compute the gradients of two micro-batches before the first one steps."""
+    models = nn.Linear(4, 3), nn.Linear(4, 3)
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
+    for _ in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for _ in range(2):
+            for model, part in zip(models, (divisor, 2), strict=True):
+                (functional.mse_loss(model(torch.randn(5, 4)), torch.ones(5, 3)) / part).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@pytest.mark.parametrize("divisor", [1, 2])
+def test_each_of_two_models_has_its_own_micro_batches_and_loss(plumbline, divisor):
+    checked = plumbline.check(lambda: two_models_before_their_steps(divisor), ranks=1, steps=STEPS)
+    checked.assert_right()
+    notes = [one.message for one in checked.findings if isinstance(one, HeadlineNote)]
+    losses = [one.message for one in checked.findings if "terms of mse_loss" in one.message]
+    if divisor == 1:
+        (note,) = notes
+        assert "gradient of optimizer 0 is the sum over 2 micro-batches" in note
+    else:
+        assert notes == []
+    total = "twice " if divisor == 1 else ""
+    assert [one.split(" terms")[0] for one in losses] == [
+        f"The loss of optimizer 0 is {total}the mean over all 30",
+        "The loss of optimizer 1 is the mean over all 30",
+    ]
+
+
 def test_micro_batches_that_nobody_divides_are_told_whatever_computes_the_loss(notes):
     (said,) = notes(accumulating, 1)
     assert said == (

@@ -7,6 +7,7 @@ of the linear combination.
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -215,8 +216,9 @@ class ScriptStep(StepRecord):
     @property
     def schedule_moves(self) -> tuple[int, ...]:
         calls = self.step.facts.get("learning-rate", {}).get("schedule", ())
-        moved = {number for number, before_step in calls if before_step}
-        return tuple(index for index, each in enumerate(self.step.passes) if each.number in moved)
+        numbers = [each.number for each in self.step.passes]
+        moved = {bisect(numbers, number) - 1 for number, before_step in calls if before_step}
+        return tuple(sorted(moved - {-1}))
 
 
 @dataclass(frozen=True)

@@ -256,6 +256,27 @@ def _communicates(step: RecordedStep) -> bool:
     return bool(step.facts.get("parallelism", {}).get("collectives"))
 
 
+def without_other_models(training: RecordedTraining) -> RecordedTraining:
+    """Return a training whose steps lack the backward passes that no parameter of their optimizer has part in.
+
+    Such a pass left no gradient, not even zeros, in the optimizer's parameters on any rank.
+    """
+    needed = {
+        (step.optimizer, step.number, index)
+        for rank in training.ranks
+        for step in rank.steps
+        for index, one in enumerate(step.passes)
+        if step.optimizer not in one.facts.get("not_for", ())
+    }
+
+    def own(step: RecordedStep) -> RecordedStep:
+        passes = [one for index, one in enumerate(step.passes) if (step.optimizer, step.number, index) in needed]
+        return replace(step, passes=tuple(passes)) if passes else step
+
+    ranks = [replace(rank, steps=tuple(map(own, rank.steps))) for rank in training.ranks]
+    return replace(training, ranks=tuple(ranks))
+
+
 def without_discarded_passes(training: RecordedTraining) -> RecordedTraining:
     """Return a training without the backward passes that the script discards before an optimizer's first step.
 

@@ -60,22 +60,47 @@ def judge_objective(training: RecordedTraining) -> Iterator[Finding]:
         why = "the loss is not known: the weights change between the backward passes of a step"
         yield Finding(CHECK, Outcome.SKIPPED, why)
         return
+    several = _by_passes(training.ranks)
+    told = set()
+    for optimizers, ranks in several.items():
+        of = f" of {listed([f'optimizer {number}' for number in optimizers])}" if len(several) > 1 else ""
+        for finding in _judge_loss(training, ranks, of):
+            if (same := (type(finding), finding.message)) not in told:
+                told.add(same)
+                yield finding
+
+
+def _by_passes(ranks: Sequence[RecordedRank]) -> dict[tuple[int, ...], list[RecordedRank]]:
+    """Return the ranks' steps, apart for optimizers with different backward passes, as those of two models."""
+    passes: dict[int, set[int]] = {}
+    for step in (step for rank in ranks for step in rank.steps):
+        passes.setdefault(step.optimizer, set()).update(one.number for one in step.passes)
+    groups: dict[frozenset[int], list[int]] = {}
+    for optimizer, own in sorted(passes.items()):
+        groups.setdefault(frozenset(own), []).append(optimizer)
+    return {
+        tuple(own): [replace(rank, steps=tuple(one for one in rank.steps if one.optimizer in own)) for rank in ranks]
+        for own in groups.values()
+    }
+
+
+def _judge_loss(training: RecordedTraining, ranks: Sequence[RecordedRank], of: str) -> Iterator[Finding]:
+    """Yield what was optimised by these steps. ``of``: of which optimizers they are, "" if they are all."""
     averaged = rank_layout(training).is_data_parallel
     # If gradients are not known to be averaged, each rank has its own objective. Report the first one.
     is_own = not averaged and training.world_size > 1
-    ranks: Sequence[RecordedRank] = training.ranks
     if is_own:  # some stages of a pipeline have no loss
         ranks = [next((one for one in ranks if any(map(_noted, passes_of(one)))), ranks[0])]
     objectives = list(step_objectives(ranks, written=True))
-    if objectives and (wrong := divided_wrongly(objectives)) is not None:
+    if objectives and (wrong := divided_wrongly(objectives, of)) is not None:
         yield wrong
         return
-    if (summed := summed_micro_batches(ranks)) is not None:
+    if (summed := summed_micro_batches(ranks, of)) is not None:
         yield summed
     added = _added_terms(ranks)
     if objectives:
         rank = ranks[0].rank if is_own else None
-        yield information(CHECK, _optimised(_without_clipping(objectives), rank, is_a_term=added is not None))
+        yield information(CHECK, _optimised(_without_clipping(objectives), rank, of, is_a_term=added is not None))
     for note in (_short_windows(objectives), None if is_own or added else _counted_by_ranks(objectives)):
         if note is not None:
             yield note
@@ -89,7 +114,7 @@ def judge_objective(training: RecordedTraining) -> Iterator[Finding]:
         yield not_judged(CHECK, STEPS_WITHIN_PASSES)
     elif summed is None:
         why = (
-            "the loss is not known: no backward pass started from exactly one of the loss functions of "
+            f"the loss{of} is not known: no backward pass started from exactly one of the loss functions of "
             "torch.nn.functional that are followed"
         )
         yield Finding(CHECK, Outcome.SKIPPED, f"{why}{_tokens(ranks)}")
@@ -170,13 +195,13 @@ def _tokens(ranks: Sequence[RecordedRank]) -> str:
     )
 
 
-def _optimised(objectives: Sequence[StepObjective], rank: int | None, *, is_a_term: bool) -> str:
+def _optimised(objectives: Sequence[StepObjective], rank: int | None, of: str, *, is_a_term: bool) -> str:
     """Return a sentence on the loss of all ranks, or of one if it is not known how much that counts in the sum.
 
     ``is_a_term``: other terms are added to the loss function.
     """
     functions = dict.fromkeys(share.function for one in objectives for share in one.shares)
-    loss, its = ("the loss", "all") if rank is None else (f"rank {rank}'s own loss", "its")
+    loss, its = (f"the loss{of}", "all") if rank is None else (f"rank {rank}'s own loss{of}", "its")
     if is_a_term and len(functions) == 1:
         loss = f"the {next(iter(functions))} in {loss}"
     loss = loss[0].upper() + loss[1:]
@@ -236,7 +261,7 @@ def _weight(number: float) -> str:
     return f"{number:,.4g}"
 
 
-def divided_wrongly(objectives: Sequence[StepObjective]) -> Finding | None:
+def divided_wrongly(objectives: Sequence[StepObjective], of: str) -> Finding | None:
     """Return the failure of a loss that is not divided by the number of micro-batches, or divided twice.
 
     Only if nothing else explains it: each micro-batch is the next batch of one loader and has one loss, a mean, and
@@ -255,7 +280,7 @@ def divided_wrongly(objectives: Sequence[StepObjective]) -> Finding | None:
     if all(equals(share.weight, 1.0) for share in shares):
         return failed_with_hint(
             CHECK,
-            f"the gradient is the sum over {count} micro-batches, not their mean",
+            f"the gradient{of} is the sum over {count} micro-batches, not their mean",
             f"divide the loss by {count}",
             cause="not-divided-by-micro-batches",
             family="accumulation",
@@ -264,7 +289,7 @@ def divided_wrongly(objectives: Sequence[StepObjective]) -> Finding | None:
     if count > 2 and all(equals(share.weight, 1 / count**2) and share.is_alone for share in shares):
         return failed_with_hint(
             CHECK,
-            f"the loss of each of {count} micro-batches has the weight 1/{count**2} instead of 1/{count}",
+            f"the loss of each of {count} micro-batches{of} has the weight 1/{count**2} instead of 1/{count}",
             f"divide the loss by {count} only once, either in the script or in its trainer",
             cause="divided-twice",
             family="accumulation",
@@ -322,11 +347,11 @@ def _are_alike(totals: Sequence[float]) -> bool:
     return max(totals) - min(totals) <= NEAR * max(map(abs, totals))
 
 
-def summed_micro_batches(ranks: Sequence[RecordedRank]) -> HeadlineNote | None:
+def summed_micro_batches(ranks: Sequence[RecordedRank], of: str) -> HeadlineNote | None:
     """Return a note if each step adds up the mean losses of its micro-batches, however they are computed."""
     steps = list(steps_together(ranks))
     counts = {len(loss_passes(step)) for own in steps for step in own}
-    if len(counts) != 1 or (count := counts.pop()) < 2 or len({own[0].optimizer for own in steps}) > 1:
+    if len(counts) != 1 or (count := counts.pop()) < 2:
         return None
     sizes = {
         one["loader"]: one["batch_size"] for rank in ranks for one in rank.facts.get("loaders", {}).get("loaders", ())
@@ -341,8 +366,8 @@ def summed_micro_batches(ranks: Sequence[RecordedRank]) -> HeadlineNote | None:
                 return None
     return headline_note(
         CHECK,
-        f"The gradient is the sum over {count} micro-batches, not their mean. Divide the loss by {count} if a mean is "
-        "intended.",
+        f"The gradient{of} is the sum over {count} micro-batches, not their mean. Divide the loss by {count} if a mean "
+        "is intended.",
     )
 
 

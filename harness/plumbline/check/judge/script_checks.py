@@ -21,7 +21,7 @@ from plumbline.check.judge.experts import judge_experts
 from plumbline.check.judge.frozen_weights import judge_frozen_weights
 from plumbline.check.judge.generator_states import judge_generator_states
 from plumbline.check.judge.gradients import judge_gradients
-from plumbline.check.judge.judged_gradients import without_discarded_passes
+from plumbline.check.judge.judged_gradients import without_discarded_passes, without_other_models
 from plumbline.check.judge.learning_rate import judge_learning_rate
 from plumbline.check.judge.likely_mistakes import (
     judge_gathered_outputs,
@@ -92,7 +92,9 @@ def judged_trainings(folder: Path) -> list[CheckedTraining]:
 
     It raises ``TraceError`` if evidence cannot be read.
     """
-    known = (with_own_loss_scales(without_discarded_passes(one)) for one in read_trainings(folder))
+    known = (
+        with_own_loss_scales(without_discarded_passes(without_other_models(one))) for one in read_trainings(folder)
+    )
     return [_judged(one, folder) for one in known]
 
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import compress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -120,7 +119,6 @@ def step_objectives(ranks: Sequence[RecordedRank], *, written: bool = False) -> 
 
 def objective_of(steps: Sequence[RecordedStep], *, written: bool = False) -> StepObjective | None:
     """Return the objective of one step of all ranks; None if a pass has no known loss, or several."""
-    steps = _reaching(steps)
     shares = [_shares(step, written=written) for step in steps]
     if not all(shares):
         return None
@@ -162,23 +160,13 @@ def has_plain_mean(steps: Sequence[RecordedStep], factor: float) -> bool:
     """
     if (made := objective_of(steps, written=True)) and all(share.function == WRITTEN for share in made.shares):
         return made.has_means and all(equals(sum(share.weight for share in rank), 1.0) for rank in made.ranks)
-    every = [_weights_of_means(step) for step in _reaching(steps)]
+    every = [_weights_of_means(step) for step in steps]
     if not all(every) or len({len(weights) for weights in every}) != 1:
         return False
     terms = list(zip(*every, strict=True))
     possible = [weight for term in terms for weight in (*term, sum(term) / len(term))] + [sum(own) for own in every]
     makes_up = any(equals(weight, 1 / factor) for weight in possible)
     return not makes_up and any(all(equals(weight, 1.0) for weight in term) for term in terms)
-
-
-def _reaching(steps: Sequence[RecordedStep]) -> Sequence[RecordedStep]:
-    """Return the steps without the passes that reach no parameter of the optimizer on any rank, as of another model."""
-    if len({len(step.passes) for step in steps}) != 1:
-        return steps
-    reaches = [any(bool(one.local.any()) for one in passes) for passes in zip(*(s.passes for s in steps), strict=True)]
-    if all(reaches) or not any(reaches):
-        return steps
-    return [replace(step, passes=tuple(compress(step.passes, reaches))) for step in steps]
 
 
 def _weights_of_means(step: RecordedStep) -> list[float]:

@@ -39,6 +39,12 @@ class ArrivedGradients:
     whole: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     written: dict[int, tuple[int, int]] = field(default_factory=dict)
 
+    def belongs_to_others(self, own: Iterable[Tensor], every: Iterable[Tensor]) -> bool:
+        """Return whether gradients are known to have arrived at other optimizers' parameters only."""
+        others = set(map(id, every)) - set(map(id, own))
+        is_known = not (self.distributed or self.in_flat_parts or self.whole)
+        return is_known and bool(self.local) and self.local.keys() <= others
+
     def reduce(self, reduced: Reduce) -> None:
         """Reduce the whole gradients whose pieces are known by now."""
         for name, (parameter, gradient) in list(self.whole.items()):

@@ -114,6 +114,8 @@ class TrainingPasses:
         for one in own:
             prints = hash(tuple(map(one.written.get, trained)))
             one.facts["weights"] = [*one.facts.get("weights", ()), (number, prints)]
+            if one.belongs_to_others(parameters_of(optimizer), self._optimizers.parameters()):
+                one.facts["not_for"] = [*one.facts.get("not_for", ()), number]
         if running is None:
             self._layouts.find(optimizer, number, [*own, *others])
             for one in (*own, *others):
