@@ -92,9 +92,7 @@ def judged_trainings(folder: Path) -> list[CheckedTraining]:
 
     It raises ``TraceError`` if evidence cannot be read.
     """
-    known = (
-        with_own_loss_scales(without_discarded_passes(without_other_models(one))) for one in read_trainings(folder)
-    )
+    known = (with_own_loss_scales(without_discarded_passes(one)) for one in read_trainings(folder))
     return [_judged(one, folder) for one in known]
 
 
@@ -139,7 +137,8 @@ def read_trainings(folder: Path) -> list[RecordedTraining]:
             group = next((one.name for one in own.glob(f"{GROUP}*")), "") if rank.world_size > 1 else own.name
             groups[rank.world_size, group].append(rank)
     objective = read_options(str(folder)).objective if (folder / FILE).is_file() else ""
-    return [RecordedTraining(tuple(sorted(ranks, key=lambda one: one.rank)), objective) for ranks in groups.values()]
+    by_rank = (tuple(sorted(ranks, key=lambda one: one.rank)) for ranks in groups.values())
+    return [without_other_models(RecordedTraining(ranks, objective)) for ranks in by_rank]
 
 
 def world_size_of(folder: Path) -> int:
