@@ -102,6 +102,23 @@ def test_each_of_two_models_has_its_own_micro_batches_and_loss(plumbline, diviso
     ]
 
 
+def test_a_loss_is_known_that_waits_for_the_backward_pass_of_another_model(plumbline):
+    def train():
+        models = nn.Linear(4, 3), nn.Linear(4, 3)
+        optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
+        for _ in range(STEPS):
+            inputs = torch.randn(5, 4)
+            known = functional.mse_loss(models[1](inputs), torch.ones(5, 3))
+            for loss in ((models[0](inputs) * torch.rand(5, 3)).mean(), known):
+                loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    checked = plumbline.check(train, ranks=1, steps=STEPS)
+    assert any("The loss of optimizer 1 is the mean over all 15" in one.message for one in checked.findings)
+
+
 def test_micro_batches_that_nobody_divides_are_told_whatever_computes_the_loss(notes):
     (said,) = notes(accumulating, 1)
     assert said == (

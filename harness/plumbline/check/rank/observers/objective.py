@@ -58,8 +58,9 @@ class ObjectiveObserver(Observer):
     ``count_tokens``, a pass has ``tokens``: for each forward the number of labels that are not ``ignored``, for losses
     written by hand.
 
-    Schedules of pipelines run several forwards before the first backward pass. So a call waits for its gradient until
-    a later call has one, or until an optimizer steps.
+    Schedules of pipelines run several forwards before the first backward pass, and two models may compute their losses
+    before either is differentiated. So a call waits for its gradient until a later call has one, until a second pass
+    uses no call at all, or until an optimizer steps.
     """
 
     name = "objective"
@@ -119,10 +120,11 @@ class ObjectiveObserver(Observer):
 
     def backward_ends(self, number: int) -> Facts | None:
         """Return the calls at whose results a gradient arrived in this pass."""
-        calls, self._calls = [*self._waiting, *self._calls], []
+        new, self._calls = self._calls, []
+        calls = [*self._waiting, *new]
         tokens, self._tokens = self._tokens, []
         used = [one for one in calls if one.cotangent is not None]
-        self._waiting = self._still_waiting(calls)
+        self._waiting = self._still_waiting(calls) if used or self._root is None else new
         alone = len(used) == 1 and _is_multiple(self._root, used[0].node)
         means, self._root, self._means = self._means, None, None
         terms, self._terms = self._terms, None
@@ -143,7 +145,7 @@ class ObjectiveObserver(Observer):
         """Return the calls whose losses may be differentiated next. Others, such as losses for a log, hold memory."""
         if self._root is None:  # a pass that begins at activations
             return [one for one in calls if one.cotangent is None]
-        last = max((place for place, one in enumerate(calls) if one.cotangent is not None), default=len(calls))
+        last = max(place for place, one in enumerate(calls) if one.cotangent is not None)
         return list(calls[last + 1 :])
 
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
