@@ -20,6 +20,7 @@ from torch.nn.functional import cross_entropy
 from plumbline.check.rank.joint.steps import FLAT
 from plumbline.check.verdict.verdict import Answer, answer_of, sentence_on
 from plumbline.ranks.run import run_on_ranks
+from plumbline.recording.flat_sharding import flat_units
 
 STEPS = 3
 BF16 = MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
@@ -452,6 +453,19 @@ def test_fsdp1_computes_with_old_weights_after_a_forward_before_the_step():
     )
     assert before[:2] == [after[0], after[0]]
     assert after[1] != after[0]
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_gradients_that_were_never_reduced_are_each_ranks_own(flat):
+    def gathered(_):
+        model = FullyShardedDataParallel(nn.Linear(5, 3), device_id=torch.device("cpu"), use_orig_params=not flat)
+        with model.no_sync():
+            (model(torch.ones(2, 5)).sum() * (1 + dist.get_rank())).backward()
+        (unit,) = flat_units(model)
+        return torch.cat([one.reshape(-1) for one in unit.gathered(lambda one: one.grad)])[:15]
+
+    for rank, found in enumerate(run_on_ranks(gathered, 2, timeout=60)):
+        assert torch.equal(found.value, torch.full((15,), 2.0 * (1 + rank)))
 
 
 class Transposed(nn.Module):

@@ -168,15 +168,31 @@ class FlatUnit:
     def gathered(self, of: Callable[[Tensor], Tensor | None]) -> list[Tensor | None]:
         """Return one gathered tensor for each of ``parameters``; ``of`` returns this rank's part of it, or None.
 
-        The result for a parameter is None if its part is None on every rank. All ranks of the group must call this.
+        The result for a parameter is None if its part is None on every rank. If ranks have their own whole gradients,
+        because FSDP has not reduced them, these are the results. All ranks of the group must call this.
         """
         given = list(map(of, self.parameters))
-        known = torch.tensor([one is not None for one in given], dtype=torch.uint8, device=self._handle.device)
+        said = [self._has_own(given), *(one is not None for one in given)]
+        answers = torch.tensor(said, dtype=torch.uint8, device=self._handle.device)
         if self.is_sharded:
-            torch.distributed.all_reduce(known, torch.distributed.ReduceOp.MAX, group=self.group)
+            torch.distributed.all_reduce(answers, torch.distributed.ReduceOp.MAX, group=self.group)
+        is_own, *known = answers.tolist()
+        if is_own:
+            size = self._flat._unpadded_unsharded_size.numel()
+            return given if self._flat._params is not None else [None if one is None else one[:size] for one in given]
         whole = self.gather(self._shard(given))
         parts = [whole] if self._flat._params is None else self.views(whole)
-        return [one if is_known else None for one, is_known in zip(parts, known.tolist(), strict=True)]
+        return [one if is_known else None for one, is_known in zip(parts, known, strict=True)]
+
+    def _has_own(self, given: list[Tensor | None]) -> bool:
+        """Return whether these are whole tensors, although this rank should have shards."""
+        if not self.is_sharded:
+            return False
+        if self._flat._params is None:
+            sizes = [self._flat._sharded_size.numel()]
+        else:
+            sizes = [one.numel_in_shard if one.in_shard else 0 for one in self._flat._shard_param_infos]
+        return any(one is not None and one.numel() != size for one, size in zip(given, sizes, strict=True))
 
     def _shard(self, given: list[Tensor | None]) -> Tensor:
         """Return this rank's shard, filled with its parts of the parameters, and with zeros if a part is None."""
