@@ -199,7 +199,7 @@ def test_the_last_pass_of_many_copies_is_apart_where_no_single_one_shows_it() ->
 COMPARED = {
     "noise": [1.0], "wrong": [], "unsearched": [], "limit": LIMIT, "losses": 2, "right": [], "one_loss": False,
     "unconfirmed": [], "changed": [], "is_sum": False, "in_place": False, "alike": [], "judged": [["w", [0, 1]]],
-    "doubtful": [], "norms": [1.0, 1.0], "own": [], "tied_apart": [], "perhaps_tied": [], "adds": [],
+    "doubtful": [], "layers": [], "norms": [1.0, 1.0], "own": [], "tied_apart": [], "perhaps_tied": [], "adds": [],
 }  # fmt: skip
 
 

@@ -232,6 +232,203 @@ def halves_of_an_input() -> None:
     train(model, dist.get_rank() // 2, lambda _: model.average())
 
 
+class Copied(torch.autograd.Function):
+    """The input of a sharded layer, whose gradient is the sum over ranks."""
+
+    @staticmethod
+    def forward(context: Any, values: Tensor, group: Any) -> Tensor:
+        context.group = group
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        gradient = gradient.contiguous().clone()
+        dist.all_reduce(gradient, group=context.group)
+        return gradient, None
+
+
+class EqualHalves(Halves):
+    """The same with halves that begin with the same values, and so have equal gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        for layer in (*self.ups, *self.downs):
+            nn.init.normal_(layer.weight)
+        for up in self.ups:
+            nn.init.zeros_(up.bias)
+
+    def forward(self, values: Tensor) -> Tensor:
+        values = self.first(values)
+        for up, down in zip(self.ups, self.downs, strict=True):
+            inner = down(functional.gelu(up(Copied.apply(values, self.group))))  # type: ignore[no-untyped-call]
+            values = values + SummedActivations.apply(inner, self.group)  # type: ignore[no-untyped-call]
+        return self.last(values)
+
+
+def equal_halves() -> None:
+    model = EqualHalves()
+    train(model, dist.get_rank() // 2, lambda _: model.average())
+
+
+class Rows(torch.autograd.Function):
+    """The rows of all ranks, each of which has the gradient of its own rows, summed over ranks or not."""
+
+    @staticmethod
+    def forward(context: Any, values: Tensor, is_summed: bool) -> Tensor:
+        context.is_summed = is_summed
+        rows = values.new_empty(dist.get_world_size() * len(values), values.shape[-1])
+        dist.all_gather_into_tensor(rows, values.contiguous())
+        return rows
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        gradient = gradient.contiguous().clone()
+        if context.is_summed:
+            dist.all_reduce(gradient)
+        return gradient.chunk(dist.get_world_size())[dist.get_rank()], None
+
+
+class OwnRows(torch.autograd.Function):
+    """A rank's rows of the sum over ranks."""
+
+    @staticmethod
+    def forward(context: Any, values: Tensor) -> Tensor:
+        rows = values.new_empty(len(values) // dist.get_world_size(), values.shape[-1])
+        dist.reduce_scatter_tensor(rows, values.contiguous())
+        return rows
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        rows = gradient.new_empty(dist.get_world_size() * len(gradient), gradient.shape[-1])
+        dist.all_gather_into_tensor(rows, gradient.contiguous())
+        return rows
+
+
+class InSequence(nn.Module):
+    """Sequence parallelism: ranks divide the rows between two layers that lie on all ranks in parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(dist.get_rank())
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.inner, self.norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        torch.manual_seed(2)
+        self.last = nn.Linear(WIDTH, 4)
+
+    def forward(self, values: Tensor) -> Tensor:
+        inner = self.down(functional.gelu(self.inner(self.up(values))))
+        own = self.norm(OwnRows.apply(inner))  # type: ignore[no-untyped-call]
+        return self.last(Rows.apply(own, False))  # type: ignore[no-untyped-call]
+
+
+def in_sequence() -> None:
+    model = InSequence()
+    train(model, 0, lambda _: [dist.all_reduce(one.grad) for one in model.norm.parameters()])
+
+
+def in_sequence_not_reduced() -> None:
+    train(InSequence(), 0)
+
+
+class Towers(nn.Module):
+    """Each rank has a tower of its own for all rows, with a norm that begins as those of other ranks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(dist.get_rank())
+        self.own, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        torch.manual_seed(2)
+        self.last = nn.Linear(WIDTH, 4)
+
+    def forward(self, values: Tensor) -> Tensor:
+        rows = Rows.apply(self.norm(torch.tanh(self.own(values))), True)  # type: ignore[no-untyped-call]
+        return self.last(rows).view(-1, *values.shape[:-1], 4).mean(0) / len(values) ** 0.5
+
+
+def summed_towers() -> None:
+    """Train with the sum of the ranks' equal losses, each of which is divided by their number."""
+    model = Towers()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(STEPS):
+        rows, targets = (torch.randn(8, width, generator=generator) for width in (WIDTH, 4))
+        optimizer.zero_grad()
+        (functional.mse_loss(model(rows), targets) / dist.get_world_size()).backward()
+        for one in model.last.parameters():
+            dist.all_reduce(one.grad)
+        optimizer.step()
+
+
+class EqualStage(nn.Module):
+    """A stage of a pipeline by hand. All ranks build it with the same seed."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.outer = nn.Linear(WIDTH, WIDTH, bias=False) if tied else None
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, values: Tensor) -> Tensor:
+        if self.outer is not None and dist.get_rank() == 0:
+            values = self.outer(values)
+        values = self.inner(values)
+        return values if self.outer is None or dist.get_rank() == 0 else self.outer(values)
+
+
+def in_stages(*, tied: bool = False) -> None:
+    stage = EqualStage(tied=tied)
+    optimizer = torch.optim.AdamW(stage.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(STEPS):
+        rows, targets = (torch.randn(8, WIDTH, generator=generator) for _ in range(2))
+        optimizer.zero_grad()
+        if dist.get_rank() == 0:
+            outputs = stage(rows)
+            dist.send(outputs.detach(), 1)
+            gradient = torch.empty_like(outputs)
+            dist.recv(gradient, 1)
+            outputs.backward(gradient)
+        else:
+            received = torch.empty(8, WIDTH)
+            dist.recv(received, 0)
+            functional.mse_loss(stage(received.requires_grad_()), targets).backward()
+            dist.send(received.grad, 0)
+        optimizer.step()
+
+
+def in_stages_with_a_tied_weight() -> None:
+    in_stages(tied=True)
+
+
+def test_norms_of_sequence_parallelism_that_nobody_reduces_are_named() -> None:
+    (found,) = bad(checked(in_sequence_not_reduced))
+    assert (found.cause, found.parameter) == ("some-parameters-not-synchronised", "norm.weight")
+
+
+@pytest.mark.parametrize("training", [in_sequence, summed_towers])
+def test_norms_of_parts_are_no_copies(training: Callable[[], None]) -> None:
+    found = checked(training)
+    assert not bad(found)
+    assert answer_of(found) is Answer.RIGHT_IN_PART
+
+
+def test_equal_parts_that_are_reduced_over_their_replicas_are_right() -> None:
+    training = checked(equal_halves, 4)
+    assert not bad(training)
+    assert any("right for shards" in one.message for one in training.findings)
+
+
+def test_equal_stages_of_a_pipeline_are_separate_layers() -> None:
+    training = checked(in_stages)
+    assert answer_of(training) is Answer.RIGHT
+    assert any("different pipeline stages" in one.message for one in training.findings)
+
+
+def test_equal_weights_at_different_places_of_stages_may_be_tied() -> None:
+    assert answer_of(checked(in_stages_with_a_tied_weight)) is not Answer.RIGHT
+
+
 def test_gradients_averaged_over_some_ranks_may_still_be_parts_of_a_sum() -> None:
     (found,) = bad(checked(halves_of_an_input, 4))
     assert (found.check, found.cause) == ("gradients", "exchanged-otherwise")

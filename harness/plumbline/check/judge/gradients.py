@@ -146,13 +146,22 @@ def _compared(training: RecordedTraining) -> Iterator[Finding]:
                 "ranks. The gradients are right for shards. Shards that start equal stay equal and do the same work: "
                 "initialize each with a different seed. Gradients of replicas are divided too often.",
             )
-        if joint.doubtful and finding.outcome is Outcome.PASSED and not by_replay:
-            names = sorted({name for name, _ in joint.doubtful})
+        doubtful = joint.doubtful - joint.alike
+        if doubtful and finding.outcome is Outcome.PASSED and not by_replay:
+            names = sorted({name for name, _ in doubtful})
             yield headline_note(
                 CHECK,
                 f"{listed(names)} {'starts' if len(names) == 1 else 'start'} with equal values on several ranks, but "
                 "the gradients differ between these ranks. That is right for shards. For replicas, sum the gradients "
                 "over these ranks: each rank has only the part of its own tokens or inputs.",
+            )
+        if joint.layers and finding.outcome is Outcome.PASSED and not by_replay:
+            names = sorted({name for name, _ in joint.layers})
+            yield headline_note(
+                CHECK,
+                f"{listed(names)} {'starts' if len(names) == 1 else 'start'} with equal values in different pipeline "
+                "stages. That is right for separate layers, although a different seed on each rank is better. For "
+                "layers that share weights, add up the gradients of all stages before each step.",
             )
         if joint.perhaps_tied and finding.outcome is Outcome.PASSED and not by_replay:
             (name, rank), (other, other_rank) = joint.perhaps_tied[0]

@@ -114,6 +114,11 @@ class JointTruth(Truth[JointGradient]):
         return self._members("alike") - self.judged
 
     @cached_property
+    def layers(self) -> frozenset[tuple[str, int]]:
+        """Parameters that are equal in different pipeline stages, and count as those of different layers."""
+        return self._members("layers")
+
+    @cached_property
     def doubtful(self) -> frozenset[tuple[str, int]]:
         """Parameters that, in every step, may be either copies of one parameter or parts of one."""
         return self._members("doubtful") - self.judged

@@ -276,6 +276,7 @@ class GradientSearch:
         found["alike"] = self._named(sorted(self._parts))
         found["judged"] = self._named(sorted(set(judged)))
         found["doubtful"] = self._named(doubtful)
+        found["layers"] = self._named(index for index in self._indices if self._groups[index].is_layer)
         found["norms"], found["parameters"] = self._norms(), len(self._groups)
         own = [] if found["wrong"] else self._not_averaged(doubtful)
         found["own"] = self._named(own)
@@ -311,7 +312,12 @@ class GradientSearch:
         ranks compute from their parts of the outputs. Pipeline stages run separately, so their effects tell nothing.
         There, ranks hold replicas if they hold the same stage and its forward does not communicate. A script that makes
         the weights equal after a step may average the weights instead.
+
+        Parameters that ranks apply to their rows of one matrix are replicas in any case.
         """
+        on_rows = [index for index in doubtful if self._groups[index].name in self._beginnings.on_rows]
+        if on_rows:
+            return on_rows
         if self._derivative.losses < len(self._every):
             silent = [
                 index
@@ -365,6 +371,14 @@ class GradientSearch:
                 if abs(difference.right) > 2 * difference.limit:
                     self.known = replace(one, factor=1.0, factor_error=0.0, is_by_hand=False)
                 return one, difference
+        # Equal constants with equal gradients may be parts. As copies, they are right in no reading.
+        varied = [index for index in self._indices if not self._is_constant(index)]
+        for one in readings if 0 < len(varied) < len(self._indices) else ():
+            self._derivative.read_as(one)
+            difference = self._derivative.difference(varied, seed)
+            if difference.error(varied) <= difference.limit < abs(difference.right) / 2:
+                self.known = replace(one, factor=1.0, factor_error=0.0, is_by_hand=False)
+                return one, self._derivative.difference(self._indices, seed)
         are_copies = self._derivative.are_copies
         may_have_one = self._derivative.factor is None and (are_copies or self._derivative.is_edited)
         for one in readings if may_have_one else ():
@@ -375,6 +389,9 @@ class GradientSearch:
         # The script may multiply gradients on purpose while single gradients are wrong.
         nearest = self._nearest(readings) if self._derivative.by_hand != 1 else readings[0]
         return nearest, self._read_as(nearest, seed)
+
+    def _is_constant(self, index: int) -> bool:
+        return all(self._every[rank][number]["constant"] for rank, number in self._groups[index].keys)
 
     def _read_again(self, reading: Reading, seed: str) -> tuple[Reading, Difference] | None:
         """Return the reading to use in place of ``reading``, which a direction has refuted; None to keep it.
@@ -520,9 +537,9 @@ class GradientSearch:
                 if len(part) > 1:
                     suspects.append(part)
                     unresolved[len(part)] = part, difference
-                elif self._is_a_part(part[0]):
+                elif (holders := self._holders_of_parts(part[0])) is not None:
                     self._parts.add(part[0])
-                    self._beginnings.parts.add(self._groups[part[0]].kind)
+                    self._beginnings.parts[self._groups[part[0]].kind] = holders
                 else:
                     wrong.append(self._wrong(part, difference))
                     judged.append(part[0])
@@ -554,14 +571,22 @@ class GradientSearch:
                     break
         return found
 
-    def _is_a_part(self, index: int) -> bool:
-        """Return whether the gradient is right if the equal copies on ranks are separate parts."""
+    def _holders_of_parts(self, index: int) -> list[set[int]] | None:
+        """Return the ranks of each part if the gradient is right for separate parts, None if it is not.
+
+        Equal copies on ranks are then parts. Each is on one rank, or on all ranks of a process group.
+        """
         group = self._groups[index]
-        if len(group.instances) == 1:
-            return False
-        first = Group(group.kind, group.instances[:1], group.size)
-        difference = self._derivative.difference([index], f"one {index}", {index: first})
-        return difference.error([index]) <= difference.limit
+        ranks = [{rank for rank, _ in instance} for instance in group.instances]
+        for sets in self._derivative.sets_of_ranks if len(ranks) > 1 else ():
+            first = next((one for one in sets if ranks[0] <= one), set())
+            instances = [one for one, held in zip(group.instances, ranks, strict=True) if held <= first]
+            if 0 < len(instances) < len(ranks):
+                part = Group(group.kind, tuple(instances), group.size)
+                difference = self._derivative.difference([index], f"one {index}", {index: part})
+                if difference.error([index]) <= difference.limit:
+                    return sets
+        return None
 
     def _with_all_copies(self, index: int) -> Facts | None:
         """Measure a copy along a direction through all copies; ``own`` has the terms of S along this copy alone.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import NamedTuple
@@ -55,13 +54,15 @@ class Group:
     """One parameter. Its ``instances`` are copies of each other; each has the keys of the ranks that hold it together.
 
     ``size`` is the typical size of an entry. ``is_doubtful``: other groups of the same kind began with the same values,
-    so they can be meant either as copies of this one or as parts.
+    so they can be meant either as copies of this one or as parts. ``is_layer``: such groups are known to be layers of
+    different pipeline stages.
     """
 
     kind: Kind
     instances: tuple[tuple[Key, ...], ...]
     size: float
     is_doubtful: bool = False
+    is_layer: bool = False
 
     @property
     def name(self) -> str:
@@ -94,10 +95,17 @@ class Beginnings:
         self._constant: set[Kind] = set()
         self._beginnings: dict[Instance, int] = {}
         self._layers: dict[Instance, int] = {}
-        self.parts: set[Kind] = set()
-        """Parameters that are the same on several ranks, but have right gradients only as separate parts."""
+        self.parts: dict[Kind, Sequence[Collection[int]]] = {}
+        """Parameters that are the same on several ranks, but have right gradients only as separate parts, each with the
+        ranks of every part."""
         self.after_reductions: set[str] = set()
         """Names of the parameters that a module uses next after a reduction."""
+        self.on_rows: set[str] = set()
+        """Names of the parameters that every rank applies to its own rows of one matrix, and that are copies thus."""
+        self.uses: Sequence[Sequence[Sequence[str]]] = []
+        """For each rank, the parameters in the order in which its forward uses them, with the first operators."""
+        self.successive: set[frozenset[int]] = set()
+        """Pairs of ranks that hold pipeline stages of which one follows the other."""
 
     def note(self, family: Family, *, alike: bool) -> None:
         """Note whether all parameters of a family began alike."""
@@ -182,8 +190,10 @@ def grouped(held: Sequence[Sequence[Facts]], unit: float, beginnings: Beginnings
         name, shape, _ = instance
         family = name, shape, len(keys)
         found = families.setdefault(family, [])
-        of = next((one for one in found if _same(held, one[0], keys, ("weights", "gradient"), most)), None)
-        if of is None or beginnings.kind(family, instance) in beginnings.parts:
+        parts = beginnings.parts.get(beginnings.kind(family, instance))
+        like = (one for one in found if _same(held, one[0], keys, ("weights", "gradient"), most))
+        of = next((one for one in like if parts is None or _are_in_one(parts, one[0], keys)), None)
+        if of is None:
             found.append([keys])
         else:
             of.append(keys)
@@ -197,13 +207,35 @@ def grouped(held: Sequence[Sequence[Facts]], unit: float, beginnings: Beginnings
         for family, found in families.items()
         for copies in found
     ]
-    counts = Counter(kind for kind, _ in kinds)
+    held_by = [(kind, {rank for instance in copies for rank, _ in instance}) for kind, copies in kinds]
+    joined = {
+        (kind.name, rank) for kind, ranks in held_by for one in beginnings.successive if one <= ranks for rank in ranks
+    }
     groups = []
-    for kind, copies in kinds:
+    for (kind, copies), (_, holders) in zip(kinds, held_by, strict=True):
         size = max(held[rank][number]["size"] for rank, number in copies[0]) or 1.0
-        doubtful = counts[kind] > 1 and beginnings.may_be_copies(kind)
-        groups.append(Group(kind, tuple(map(tuple, copies)), size, doubtful))
+        others = [other for same, other in held_by if same == kind and other is not holders]
+        may_be_copies = bool(others) and beginnings.may_be_copies(kind)
+        are_layers = may_be_copies and all(_are_layers(beginnings, joined, holders, other) for other in others)
+        groups.append(Group(kind, tuple(map(tuple, copies)), size, may_be_copies and not are_layers, are_layers))
     return groups
+
+
+def _are_layers(
+    beginnings: Beginnings, joined: Collection[tuple[str, int]], ours: Collection[int], theirs: Collection[int]
+) -> bool:
+    """Return whether parameters with this name on these ranks are of different layers, although they began alike.
+
+    Two stages that follow each other have been built with the same seed if their forwards use all of their parameters
+    alike, but for those with one gradient, in ``joined``. A single tied weight is used at different places.
+    """
+    uses = [[tuple(one) for one in own if (one[0], rank) not in joined] for rank, own in enumerate(beginnings.uses)]
+    return all(frozenset((a, b)) in beginnings.successive and uses[a] == uses[b] for a in ours for b in theirs)
+
+
+def _are_in_one(sets: Sequence[Collection[int]], ours: Sequence[Key], theirs: Sequence[Key]) -> bool:
+    """Return whether the ranks that hold two parameters are in one of these sets."""
+    return any(all(rank in one for rank, _ in (*ours, *theirs)) for one in sets)
 
 
 def _instance(held: Sequence[Sequence[Facts]], key: Key) -> Instance:

@@ -16,12 +16,13 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from plumbline.check.rank.joint.copies_and_parts import COARSE, Beginnings, Group, Key, grouped
+from plumbline.check.rank.joint.copies_and_parts import COARSE, Beginnings, Family, Group, Key, grouped
 from plumbline.check.rank.joint.forward import JointForward, RecordedCall, unit_of
 from plumbline.check.rank.joint.holders import note_holders
 from plumbline.check.rank.joint.meetings import Meetings, told
 from plumbline.check.rank.joint.reductions import used_after_reductions
-from plumbline.check.rank.joint.stages import changed_on_the_way, passed_on
+from plumbline.check.rank.joint.stages import changed_on_the_way, passed_on, successive
+from plumbline.check.rank.joint.uses import followed_uses
 from plumbline.check.rank.joint.weights import JointParameter, JointWeights, has_memory_for, leaves_of, product
 from plumbline.check.rank.store_exchange import Exchange, NoAgreementError
 from plumbline.replay.collectives import members_of_groups
@@ -158,6 +159,7 @@ class JointDerivative:
             "divisors": list(divisors),
             "by_hand": by_hand,
             "communicates": any(map(any, collectives.values())),
+            "groups": list(members_of_groups().values()),
         }
         theirs = exchange.values(ours)
         self.losses = sum(bool(one["losses"]) for one in theirs) or len(theirs)
@@ -175,20 +177,27 @@ class JointDerivative:
         self.is_edited = not (is_one and len(known) == len(factors))
         self.by_hand: float = 1.0 if self.is_edited else known[0]
         self.communicate = [one["communicates"] for one in theirs]
+        self.sets_of_ranks = _sets_of_ranks(len(theirs), [group for one in theirs for group in one["groups"]])
         self._beginnings = beginnings
         self.squares: dict[Key, float] = {}
         self.factor: tuple[float, float] | None = None
         self.receive(held)
-        self.changed = changed_on_the_way(exchange.values(passed_on(calls)), self.unit)
+        passed = exchange.values(passed_on(calls))
+        self.changed = changed_on_the_way(passed, self.unit)
         gathered = leaves_of(one.call.module for one in calls)
         self._weights = JointWeights(ReplayPrecision.FLOAT64, held, gathered)
         self._forward = JointForward(calls, self._weights)
-        with used_after_reductions(self._weights) as used:
+        with used_after_reductions(self._weights) as used, followed_uses(self._weights, self._parts()) as uses:
             self._still = self._rehearsed(
                 lambda: self._forward.rehearse(JointWeights(ReplayPrecision.NATIVE, held, gathered))
             )
         for names in exchange.values([one.name for one in held if id(one.parameter) in used]):
             beginnings.after_reductions.update(names)
+        names = {id(one.parameter): one.name for one in held}
+        order = [(names[number], first) for number, first in uses.first.items() if number in names]
+        every_use = exchange.values([order, [names[number] for number in uses.on_rows if number in names]])
+        beginnings.on_rows.update(set(every_use[0][1]).intersection(*(own for _, own in every_use)))
+        beginnings.uses, beginnings.successive = [own for own, _ in every_use], successive(passed)
         self.groups = grouped(self.every, self.unit, beginnings)
         # A loss that is summed over ranks only for printing also has one value.
         self.has_one_loss = self.has_same_loss and all(
@@ -257,6 +266,23 @@ class JointDerivative:
         for rank, number in (key for index in new for key in self.groups[index].keys):
             self.squares[rank, number] = self.every[rank][number]["square"]
         return new
+
+    def _parts(self) -> set[int]:
+        """Return the ids of this rank's parameters that are not the same on all ranks."""
+        holders: dict[Family, set[int]] = {}
+        for group in self.groups:
+            holders.setdefault(group.kind.family, set()).update(group.ranks)
+        return {
+            id(self._held[number].parameter)
+            for group in self.groups
+            for rank, number in group.keys
+            if rank == self._rank
+            and (
+                len(holders[group.kind.family]) < len(self.every)
+                or not self._beginnings.began_alike(group.kind)
+                or self.every[rank][number]["copies"] < len(self.every[rank][number]["ranks"])
+            )
+        }
 
     @property
     def has_all(self) -> bool:
@@ -376,6 +402,19 @@ class JointDerivative:
             name for index, name in enumerate(names[0]) if not can_be_a_derivative([own[index][1] for own in every])
         ]
         return list(dict.fromkeys(wrong))
+
+
+def _sets_of_ranks(world: int, groups: Iterable[Sequence[int]]) -> list[list[set[int]]]:
+    """Return the ways to divide all ranks into sets: into single ranks, or into process groups of one size."""
+    found = [[{rank} for rank in range(world)]]
+    for group in map(set, groups):
+        fitting = (own for own in found if len(own[0]) == len(group))
+        of = next((own for own in fitting if group in own or not any(map(group.intersection, own))), None)
+        if of is None:
+            found.append([group])
+        elif group not in of:
+            of.append(group)
+    return [own for own in found if len(own) > 1 and sum(map(len, own)) == world]
 
 
 def _are_near(one: float, other: float) -> bool:

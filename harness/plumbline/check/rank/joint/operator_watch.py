@@ -1,4 +1,4 @@
-"""A dispatch mode that is told of operators and changes nothing."""
+"""A dispatch mode that tells others of operators and changes nothing."""
 
 from __future__ import annotations
 
@@ -11,13 +11,20 @@ from plumbline.recording.sharding import dtensors
 
 
 class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Calls ``before`` with each operator and its arguments, also inside operators on DTensors."""
+    """Calls ``before`` with each operator and its arguments, and ``after`` also with its results.
+
+    This includes the operators inside operators on DTensors.
+    """
 
     supports_higher_order_operators = True
 
-    def __init__(self, before: Callable[[Any, list[Any]], None]) -> None:
+    def __init__(
+        self,
+        before: Callable[[Any, list[Any]], None] | None = None,
+        after: Callable[[Any, list[Any], Any], None] | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._before = before
+        self._before, self._after = before, after
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -26,5 +33,10 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(one, dtensors().DTensor) for one in types):
             return NotImplemented
-        self._before(func, [*args, *(kwargs or {}).values()])
-        return func(*args, **(kwargs or {}))
+        arguments = [*args, *(kwargs or {}).values()]
+        if self._before is not None:
+            self._before(func, arguments)
+        outputs = func(*args, **(kwargs or {}))
+        if self._after is not None:
+            self._after(func, arguments, outputs)
+        return outputs

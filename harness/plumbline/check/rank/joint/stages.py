@@ -1,4 +1,4 @@
-"""Checks that gradients arrive at one pipeline stage as they were computed by another."""
+"""Tells which pipeline stages follow each other, and whether gradients arrive at one as another computed them."""
 
 from __future__ import annotations
 
@@ -60,6 +60,24 @@ def changed_on_the_way(every: Sequence[Facts], unit: float) -> list[Facts]:
                 factor = arrived / computed if computed else math.inf
                 found.append({"sender": receiver, "receiver": sender, "error": error, "factor": factor})
     return found
+
+
+def successive(every: Sequence[Facts]) -> set[frozenset[int]]:
+    """Return the pairs of ranks of which one receives activations that result from those of the other.
+
+    Ranks that receive from each other, directly or not, are left out.
+    """
+    after: dict[int, set[int]] = {rank: set() for rank in range(len(every))}
+    for rank, own in enumerate(every):
+        sent = {digest for digest, *_ in own["sent"]}
+        after[rank].update(
+            other for other, one in enumerate(every) if other != rank and sent & {each for each, *_ in one["received"]}
+        )
+    for middle in after:
+        for found in after.values():
+            if middle in found:
+                found |= after[middle]
+    return {frozenset((one, other)) for one, found in after.items() for other in found if one not in after[other]}
 
 
 def _summed(every: Sequence[Sequence[Sequence[float]]]) -> Iterator[tuple[object, tuple[int, float, float]]]:
