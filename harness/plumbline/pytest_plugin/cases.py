@@ -22,7 +22,6 @@ from plumbline.engine.examine import Examined
 from plumbline.launch.pool import Pool
 from plumbline.machine.fingerprint import device_name
 from plumbline.machine.lease import exclusive_lease
-from plumbline.planning.expectation_files import expected
 from plumbline.planning.plan import Planned
 from plumbline.pytest_plugin.run_on_disk import attach_outcome, attach_payload, attach_properties
 from plumbline.pytest_plugin.session import Session
@@ -41,6 +40,7 @@ class ConformanceCase:
         self._session = session
         self._planned = planned
         self._item = item
+        self._suite = item.path.parent
         self._evidence: str | None = None
         self._profile: str | None = None
         self._measurements: Sequence[Measurement] = ()
@@ -54,7 +54,7 @@ class ConformanceCase:
 
     def _train(self) -> Sequence[Result]:
         if self._planned.refusal:
-            return self.declined()
+            return self._session.declined(self._planned, self._suite)
         try:
             examined = self._train_and_judge()
         except LaunchError as error:
@@ -62,22 +62,11 @@ class ConformanceCase:
             examined = self._try_again(error)
         return self._results(examined.findings, examined.seconds)
 
-    def declined(self) -> Sequence[Result]:
-        """Return the record of a cell that its subject does not declare, without training."""
-        return self._results((self._planned.declined,), None)
-
-    def _reproduce(self) -> str:
-        return self._session.reproduce(self._planned, self._item.path.parent)
-
     def _results(self, findings: Sequence[Finding], seconds: float | None) -> list[Result]:
-        cell, session, reproduce = self._planned.cell, self._session, self._reproduce()
+        cell, session = self._planned.cell, self._session
         if session.timeouts.count(cell.subject, seconds):
             session.notify(str(session.timeouts.reason(cell.subject)))
-        known = expected(cell, findings, session.expectations[cell.subject])
-        return [
-            Result.of(cell, finding, reproduce, seconds, entry, len(findings))
-            for finding, entry in zip(findings, known, strict=True)
-        ]
+        return session.results(self._planned, findings, seconds, self._suite)
 
     def _train_and_judge(self) -> Examined:
         cell = self._session.cells_in_flight.launch(self._planned)
@@ -136,14 +125,16 @@ class BenchmarkCase(ConformanceCase):
 
     def _measure(self, benchmark: Any) -> Sequence[Result]:
         if self._planned.refusal:
-            return self.declined()
-        cell, seconds = self._planned.cell, None
+            return self._session.declined(self._planned, self._suite)
+        session, cell, seconds = self._session, self._planned.cell, None
         further: dict[str, Any] = {}
         try:
             rounds, profile = self._time(benchmark)
             seconds = sum(launch.timed.seconds for launch in rounds.launches)
             device = device_name(cell.accelerator)
-            self._measurements = measurements(cell, rounds.launches, self._reproduce(), device)
+            self._measurements = measurements(
+                cell, rounds.launches, session.reproduce(self._planned, self._suite), device
+            )
             further = {"profile": profile, "not_applicable": not_applicable(cell, rounds.launches, device)}
             finding = _finding(self._measurements)
         except TimedLaunchError as failed:
@@ -166,7 +157,7 @@ class BenchmarkCase(ConformanceCase):
         with exclusive_lease():
             # In the subject's interpreter, so that both use the same torch.
             _, python = parse_subject(locator)
-            loops = str(self._item.path.parent / YARDSTICKS) + (f";python={python}" if python else "")
+            loops = str(self._suite / YARDSTICKS) + (f";python={python}" if python else "")
             own, by_hand = session.pools.for_measuring.several(locator, loops, count=launches)
             (loop,) = by_hand[0].subjects
             precisions = of_accelerator(loop["precisions"], cell.accelerator)

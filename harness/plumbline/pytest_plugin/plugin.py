@@ -4,15 +4,16 @@
 imported when the first cell is collected.
 
 Under xdist, the workers train and judge. They send their records with the test reports to the process that the user
-started, which writes the run.
+started, which writes the run. If the options plan no cell at all, pytest creates a placeholder test, which is left out.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,11 @@ REFUSED: pytest.StashKey[pytest.UsageError] = pytest.StashKey()
 PLANNING: pytest.StashKey[bool] = pytest.StashKey()  # set once there is a cell to plan
 COMMAND: pytest.StashKey[list[str]] = pytest.StashKey()  # the user's command, if it was not pytest
 SETTINGS: pytest.StashKey[dict[str, Any]] = pytest.StashKey()  # options from the project's file
+LAST_WORDS: pytest.StashKey[set[str]] = pytest.StashKey()  # what the summary says if there is nothing to run
+NOTHING_PLANNED = (
+    "Nothing to run: no cell matches these options. Change --backends, --workloads or --precisions, or raise --gpus."
+)
+_NOTHING_PLANNED = "plumbline-nothing-planned"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -141,11 +147,22 @@ def plumbline_benchmark(request: pytest.FixtureRequest) -> BenchmarkCase:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if SESSION not in config.stash or REFUSED in config.stash:
         return
-    from plumbline.pytest_plugin.session_hooks import deselect_undeclared, leave_out_placeholders
-
-    leave_out_placeholders(config, items, CELL_FIXTURES)
+    planned = [item for item in items if (cell := _cell_of(item)) is None or hasattr(cell, "cell")]
+    if len(planned) < len(items) and not any(map(_cell_of, planned)):  # only placeholders
+        if hasattr(config, "workeroutput"):
+            config.workeroutput[_NOTHING_PLANNED] = True
+        else:
+            config.stash.setdefault(LAST_WORDS, set()).add(NOTHING_PLANNED)
+    items[:] = planned
     if not config.option.show_unsupported:
-        deselect_undeclared(config, config.stash[SESSION], items, CELL_FIXTURES)
+        config.stash[SESSION].deselect_undeclared(config, items, _cell_of)
+
+
+def _cell_of(item: pytest.Item, fixtures: Sequence[str] = CELL_FIXTURES) -> Any:
+    """Return a test's planned cell, or pytest's placeholder for an empty plan; None if the test is not of a cell."""
+    callspec = getattr(item, "callspec", None)
+    parameters = callspec.params if callspec else {}
+    return next((parameters[name] for name in fixtures if name in parameters), None)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -157,6 +174,18 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     functions = [item for item in session.items if isinstance(item, pytest.Function)]
     chosen = {item.callspec.id for item in functions if {*CELL_FIXTURES} & {*item.fixturenames}}
     _begin(config, config.stash[SESSION], chosen)
+
+
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if SESSION not in item.config.stash:
+        return
+    from plumbline.engine.cells_in_flight import AHEAD
+
+    following = item.session.items[item.session.items.index(item) + 1 :][:AHEAD]
+    if hasattr(item.config, "workerinput"):  # a worker of xdist knows one test ahead
+        following = [nextitem] if nextitem else []
+    cells = (_cell_of(one, ("plumbline_cell",)) for one in following)
+    item.config.stash[SESSION].upcoming = list(takewhile(lambda cell: cell is not None, cells))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -174,10 +203,18 @@ def pytest_testnodedown(node: Any) -> None:
     output = getattr(node, "workeroutput", {})
     if refusal := output.get(REFUSAL):
         raise pytest.UsageError(refusal)
-    if output:
-        from plumbline.pytest_plugin.session_hooks import receive_undeclared
+    if not output:
+        return
+    from plumbline.pytest_plugin.session import nothing_to_run, undeclared_in
 
-        receive_undeclared(node.config, node.config.stash.get(SESSION, None), output)
+    last_words = node.config.stash.setdefault(LAST_WORDS, set())
+    if output.get(_NOTHING_PLANNED):
+        last_words.add(NOTHING_PLANNED)
+    undeclared = undeclared_in(output)
+    if undeclared and SESSION in node.config.stash:
+        node.config.stash[SESSION].run_on_disk.add_undeclared(undeclared)
+    elif undeclared:  # without a test, the controller has no session
+        last_words.add(nothing_to_run(undeclared))
 
 
 def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
@@ -185,6 +222,8 @@ def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pyte
     if exitstatus == pytest.ExitCode.INTERRUPTED and PLANNING in config.stash and not begun:
         terminalreporter.write_line("interrupted before the first cell; start again with:")
         terminalreporter.write_line(f"  {command(*_command(config))}")
+    for sentence in config.stash.get(LAST_WORDS, ()):
+        terminalreporter.write_line(sentence)
 
 
 def _begin(config: pytest.Config, session: Session, chosen: Set[str]) -> None:
@@ -200,7 +239,6 @@ def _session(config: pytest.Config, suite: Path) -> Session:
     config.stash[PLANNING] = True
     if SESSION not in config.stash:
         from plumbline.pytest_plugin.session import Session
-        from plumbline.pytest_plugin.session_hooks import SessionHooks
 
         with _usage_errors():
             # The workers of xdist share the cores already.
@@ -209,7 +247,7 @@ def _session(config: pytest.Config, suite: Path) -> Session:
             session = Session(vars(config.option), config.rootpath, suite, notify, forks_judges=forks_judges)
         config.stash[SESSION] = session
         config.pluginmanager.register(session.run_on_disk, "plumbline-run-on-disk")
-        config.pluginmanager.register(SessionHooks(session), "plumbline-session")
+        config.pluginmanager.register(session, "plumbline-session")
     return config.stash[SESSION]
 
 

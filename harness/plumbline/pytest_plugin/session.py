@@ -1,30 +1,54 @@
-"""The options, plan, pools and records of one pytest process, which under xdist is the controller or a worker."""
+"""The options, plan, pools and records of one pytest process, which under xdist is the controller or a worker.
+
+Cells that a subject does not declare are recorded and counted, but not run. Under xdist, every worker leaves out the
+same cells and reports them to the controller when it ends.
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence, Set
-from functools import cached_property
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from plumbline.core.errors import PlanError
+from plumbline.core.finding import Finding
+from plumbline.core.outcome import Outcome
 from plumbline.engine.cells_in_flight import CellsInFlight, number_of_judges
 from plumbline.engine.subject_pools import SubjectPools
 from plumbline.machine.fingerprint import take_fingerprint
 from plumbline.machine.lease import shared_lease
 from plumbline.planning.declaration import subject_code
-from plumbline.planning.expectation_files import known_of_subject, read_expectations
+from plumbline.planning.expectation_files import expected, known_of_subject, read_expectations
 from plumbline.planning.options import Options, Reproduction
 from plumbline.planning.plan import Planned, plan
-from plumbline.pytest_plugin.run_on_disk import RunOnDisk
+from plumbline.pytest_plugin.run_on_disk import RunOnDisk, outcome_of
+from plumbline.report.tables.cells import undeclared_in_words
+from plumbline.report.terminal import speed_for_terminal, support_for_terminal
 from plumbline.results.header_footer import Header
-from plumbline.results.records import SourceLine
+from plumbline.results.records import KNOWN, UNEXPECTED_PASS, Result, SourceLine
+from plumbline.results.run import read_run, record_of
 from plumbline.statistics.intervals import FEWEST_LAUNCHES
 from plumbline.workloads import PERFORMANCE
 
 MOST_IN_A_ROW = 3
 """Consecutive cells at the time limit after which a subject is given up. A cell that ends in time resets the count."""
+
+_UNDECLARED = "plumbline-undeclared"
+_STATUS = {
+    Outcome.DEVIATES.value: ("deviates", "d", "DEVIATES"),
+    Outcome.UNSUPPORTED.value: ("unsupported", "u", "UNSUPPORTED"),
+    Outcome.ERRORED.value: ("failed", "E", "ERRORED"),
+    Outcome.CRASHED.value: ("failed", "C", "CRASHED"),
+    Outcome.TIMED_OUT.value: ("failed", "T", "TIMED_OUT"),
+    KNOWN: ("known", "k", "KNOWN"),
+    UNEXPECTED_PASS: ("failed", "X", "UNEXPECTED PASS"),
+}
+"""pytest's category, letter and word for each outcome of a cell."""
 
 
 class Timeouts:
@@ -53,7 +77,7 @@ class Timeouts:
 
 
 class Session:
-    """The session of this process, with pytest's options ``given`` and the cells of the file ``suite``.
+    """The session of this process, and its hooks: pytest's options ``given``, and the cells of the file ``suite``.
 
     ``notify`` shows the user a message at once. ``forks_judges``: judge in several processes, if this machine allows
     it. Options that cannot be planned, invalid expectations and subjects that cannot be loaded raise
@@ -169,6 +193,72 @@ class Session:
         if self.options.resume is not None and not self.run_on_disk.resumes:
             self.notify(f"{self.options.report_dir} has no run to resume; beginning a new one")
 
+    def results(
+        self, planned: Planned, findings: Sequence[Finding], seconds: float | None, suite: Path
+    ) -> list[Result]:
+        """Return the records of the findings about a cell, whose launch took ``seconds``."""
+        cell, reproduce = planned.cell, self.reproduce(planned, suite)
+        known = expected(cell, findings, self.expectations[cell.subject])
+        return [
+            Result.of(cell, finding, reproduce, seconds, entry, len(findings))
+            for finding, entry in zip(findings, known, strict=True)
+        ]
+
+    def declined(self, planned: Planned, suite: Path) -> list[Result]:
+        """Return the record of a cell that its subject does not declare, without training."""
+        return self.results(planned, (planned.declined,), None, suite)
+
+    def deselect_undeclared(
+        self, config: pytest.Config, items: list[pytest.Item], cell_of: Callable[[pytest.Item], Any]
+    ) -> None:
+        """Deselect the tests of cells that their subjects do not declare, unless the user named their ids."""
+        named = {argument.rpartition("[")[2].removesuffix("]") for argument in config.args if "[" in argument}
+        deselected = {
+            item: planned
+            for item in items
+            if (planned := cell_of(item)) is not None and planned.refusal and planned.cell.id not in named
+        }
+        if not deselected:
+            return
+        items[:] = [item for item in items if item not in deselected]
+        config.hook.pytest_deselected(items=[*deselected])
+        results = [one for item, planned in deselected.items() for one in self.declined(planned, item.path.parent)]
+        self.run_on_disk.add_undeclared(results)
+        if hasattr(config, "workeroutput"):
+            config.workeroutput[_UNDECLARED] = [result.model_dump_json() for result in results]
+
+    def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
+        return _STATUS.get(outcome_of(report) or "")
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        self.close()
+        self.run_on_disk.finish(exitstatus)
+
+    def pytest_terminal_summary(self, terminalreporter: Any, exitstatus: int) -> None:
+        write, recording = terminalreporter.write_line, self.run_on_disk
+        undeclared = recording.undeclared
+        if recording.path is None:
+            if undeclared:
+                write(nothing_to_run(undeclared))
+            return
+        width = max(72 if terminalreporter.isatty() else 100, shutil.get_terminal_size((100, 24)).columns)
+        run = read_run(recording.path)
+        tables: dict[str, Callable[..., str]] = {"speed": speed_for_terminal}
+        if not all(cell.measured for cell in run.header.planned):
+            every = self.options.show_unsupported
+            tables = {"support": partial(support_for_terminal, every=every, counted=not undeclared), **tables}
+        for title, table in tables.items():
+            if lines := table(run, width=width, colour=terminalreporter.hasmarkup).rstrip("\n"):
+                terminalreporter.section(title)
+                write(lines)
+        if undeclared:
+            write(_count(undeclared))
+        write(f"report: {recording.path / 'report.html'}")
+        if exitstatus == pytest.ExitCode.INTERRUPTED and run.missing:
+            done = len(run.header.planned) - len(run.missing)
+            write(f"interrupted after {done} of {len(run.header.planned)} cells; resume with:")
+            write(f"  {recording.resume_command}")
+
     def upcoming_cells(self) -> list[Planned]:
         """Return the cells of the next tests that have to be trained."""
         return [
@@ -180,3 +270,17 @@ class Session:
     def close(self) -> None:
         self.cells_in_flight.discard()
         self.pools.close()
+
+
+def undeclared_in(output: Mapping[str, Any]) -> list[Result]:
+    """Return the records of undeclared cells in the ``output`` of a worker of xdist."""
+    records = [record_of(line.encode()) for line in output.get(_UNDECLARED, ())]
+    return [record for record in records if isinstance(record, Result)]
+
+
+def nothing_to_run(undeclared: Iterable[Result]) -> str:
+    return f"Nothing to run: {_count(undeclared)}"
+
+
+def _count(undeclared: Iterable[Result]) -> str:
+    return f"{undeclared_in_words(undeclared)}; --show-unsupported lists them"
