@@ -68,7 +68,7 @@ def test_detection(expectation, file, cell, check, pool, tmp_path, record_proper
             "unseen": expectation.unseen is not None,
             "steps": min(steps, default=None),
             "precision": cell.precision,
-            "mesh": cell.backend if any(one.splits != {Held.SAMPLES} for one in cell.contract.dimensions) else None,
+            "mesh": cell.backend if any(one.splits != {Held.SAMPLES} for one in cell.parallelism.dimensions) else None,
             "error": max(
                 (f.error_x_noise / f.limit_x_noise for f in bad or findings if f.error_x_noise and f.limit_x_noise),
                 default=None,

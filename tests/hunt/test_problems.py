@@ -53,7 +53,7 @@ def test_the_batches_of_a_pipeline_divide_into_micro_batches(data, topology):
     workload = workload_of(data.draw(problems([declared], [cell])).recipe)
     size = workload.global_batch_size(topology.devices)
     last = workload.samples(topology.devices) % size
-    assert size % cell.contract.micro_batches == last % cell.contract.micro_batches == 0
+    assert size % cell.parallelism.micro_batches == last % cell.parallelism.micro_batches == 0
 
 
 @given(recipes(CAPABILITIES))

@@ -34,7 +34,7 @@ def seeded(workload, seed):
 def shares_of(cell, batch):
     """Split a step's samples over ranks, and each rank's over its devices, in equal parts and in order."""
     ranks = torch.tensor(batch).chunk(cell.processes)
-    spread = cell.contract.devices_per_process(cell.topology)
+    spread = cell.parallelism.devices_per_process(cell.topology)
     return [tuple(tuple(share.tolist()) for share in rank.chunk(spread)) for rank in ranks]
 
 

@@ -138,7 +138,7 @@ def test_real_pipelines_are_measured_and_followed(warm_pool, tmp_path, subject, 
             launch.round()
         launch.profile()
         told = launch.end()
-    groups = cell.contract.replicas(cell.topology)
+    groups = cell.parallelism.replicas(cell.topology)
     found = samples_of([LaunchSample(told)], 2, replicas=groups)
     assert 0 <= found["pipeline_bubble", None][0] < 1
     drawn = timeline(told, groups)
@@ -146,7 +146,7 @@ def test_real_pipelines_are_measured_and_followed(warm_pool, tmp_path, subject, 
     assert stages == set(range(len(stages)))
     for kind in (FORWARD, BACKWARD):
         seen = {(one.stage, one.micro_batch) for one in drawn if one.kind == kind}
-        assert seen == {(stage, number) for stage in stages for number in range(cell.contract.micro_batches)}
+        assert seen == {(stage, number) for stage in stages for number in range(cell.parallelism.micro_batches)}
     assert {one.kind for one in drawn} == set(kinds)
     for rank in (0, 1):  # a rank computes one thing at a time
         own = sorted((one.begin, one.end) for one in drawn if one.rank == rank)

@@ -75,8 +75,8 @@ def test_a_small_budget_still_has_several_devices():
 def test_what_nccl_cannot_average_is_refused_where_there_is_nccl(accelerator):
     refused = {
         p.cell.backend for p in plan(Matrix(4, workloads=("embedding-sparse",), accelerator=accelerator), [ABLE])
-        if p.refusal and p.cell.contract.micro_batches == 1  # stages are refused for a reason of their own
-        and (accelerator == "cuda" or not p.cell.contract.divides_sequences)  # there is no sequence
+        if p.refusal and p.cell.parallelism.micro_batches == 1  # stages are refused for a reason of their own
+        and (accelerator == "cuda" or not p.cell.parallelism.divides_sequences)  # there is no sequence
     }  # fmt: skip
     several = {
         one.name

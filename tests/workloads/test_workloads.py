@@ -191,7 +191,7 @@ def job_of(cell_of):
     """Return one rank's job."""
 
     def job(cell, rank=0):
-        devices = ("cpu",) * cell.contract.devices_per_process(cell.topology)
+        devices = ("cpu",) * cell.parallelism.devices_per_process(cell.topology)
         return Job(Assignment(1, cell, rank, "gloo", devices, {}, "", ""), Recorder())
 
     return job

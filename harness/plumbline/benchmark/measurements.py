@@ -25,7 +25,7 @@ def measurements(
 
     A figure that is too uncertain has a refusal instead of a value.
     """
-    replicas = cell.contract.replicas(cell.topology)
+    replicas = cell.parallelism.replicas(cell.topology)
     work = work_of(cell, device)
     found = samples_of(launches, cell.topology.devices, work, replicas)
     same = {"workload_key": workload_key(cell), "reproduce": reproduce}

@@ -40,8 +40,8 @@ class Cell:
         return f"{self.subject}-{self.workload}-{self.backend}-{self.topology}-{self.precision}"
 
     @property
-    def contract(self) -> Backend:
-        """The registered backend: what it promises is what the judge compares with."""
+    def parallelism(self) -> Backend:
+        """The registered backend, which knows how devices share the work; the judge holds trainers to its promises."""
         return BACKENDS[self.backend]
 
     @property
@@ -51,9 +51,9 @@ class Cell:
     @property
     def resized(self) -> Cell:
         """The cell on another mesh, on which an elastic training runs until it is interrupted."""
-        return replace(self, topology=resized(self.topology, self.contract))
+        return replace(self, topology=resized(self.topology, self.parallelism))
 
     @property
     def processes(self) -> int:
         """The world size."""
-        return self.contract.processes(self.topology)
+        return self.parallelism.processes(self.topology)

@@ -65,11 +65,11 @@ def problems(draw: st.DrawFn, declared: Sequence[Declaration], cells: Sequence[C
     subject = declared_for(cell.subject, cell.backend, declared)
     recipe = draw(recipes(subject.capabilities, own_loss=subject.behavior.own_loss))
     if "batchnorm" in recipe.layers:  # it raises if a device has one sample
-        least = 2 * cell.topology.devices * cell.contract.micro_batches
+        least = 2 * cell.topology.devices * cell.parallelism.micro_batches
         recipe = replace(recipe, batch_size=max(recipe.batch_size, least), left_out=0)
-    if cell.contract.micro_batches > 1:
+    if cell.parallelism.micro_batches > 1:
         # Every batch, the last one included, must divide into the micro-batches of a pipeline's replicas.
-        pieces = len(cell.contract.replicas(cell.topology)) * cell.contract.micro_batches
+        pieces = len(cell.parallelism.replicas(cell.topology)) * cell.parallelism.micro_batches
         multiple = math.lcm(pieces, cell.topology.devices)
         batch_size = -(-recipe.batch_size // multiple) * multiple
         left_out = min(recipe.left_out // multiple * multiple, batch_size - multiple)

@@ -168,7 +168,7 @@ class LossTable:
             return first.buffers
         shares = [
             micro.forwards[0]
-            for micro in first.micro_batches[: micro_batches * self.analysis.cell.contract.micro_batches]
+            for micro in first.micro_batches[: micro_batches * self.analysis.cell.parallelism.micro_batches]
             if micro.forwards
         ]
         self.oracle.load(first.before)

@@ -43,7 +43,7 @@ def unlike_members(analysis: TraceAnalysis) -> tuple[int, int, int] | None:
 
     A rank that passes no batch to the model, such as a later pipeline stage, agrees with every other rank.
     """
-    groups = analysis.cell.contract.replicas(analysis.cell.topology)
+    groups = analysis.cell.parallelism.replicas(analysis.cell.topology)
     for each in analysis.recorded_steps:
         for group in groups:
             used = {rank: sorted(drawn(each.ranks[rank])) for rank in group if rank < len(each.ranks)}

@@ -35,7 +35,7 @@ def position_of(analysis: TraceAnalysis, step: int, micro_batches: int, rank: in
 def rank_layout(analysis: TraceAnalysis, step: int, *ranks: int) -> Layout:
     """Return the layout of a step, also of a skipped one, for all ranks or for ``ranks``, without empty groups."""
     steps = with_unique_draws(analysis.steps[step].ranks)
-    spread = analysis.cell.contract.devices_per_process(analysis.cell.topology)
+    spread = analysis.cell.parallelism.devices_per_process(analysis.cell.topology)
     chosen = [steps[rank] for rank in ranks] or steps
     layout = contract_layout(chosen, spread, analysis.workload.accumulate)
     return tuple(tuple(group for group in groups if any(group)) for groups in layout if any(map(any, groups)))

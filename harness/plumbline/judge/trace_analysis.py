@@ -95,9 +95,9 @@ class TraceAnalysis(TrainingRecord):
 
     def __init__(self, trace: Trace, workload: Workload, cell: Cell, behavior: TrainingBehavior = ORDINARY) -> None:
         self.whole_trace, self.cell = trace, cell
-        self.replicas = cell.contract.replicas(cell.topology)
-        self.world = len(cell.contract.loss_ranks(cell.topology))
-        self.window = workload.accumulate * cell.contract.micro_batches
+        self.replicas = cell.parallelism.replicas(cell.topology)
+        self.world = len(cell.parallelism.loss_ranks(cell.topology))
+        self.window = workload.accumulate * cell.parallelism.micro_batches
         self.workload = workload
         self.behavior = behavior
         self.devices = cell.topology.devices
@@ -115,7 +115,7 @@ class TraceAnalysis(TrainingRecord):
     @cached_property
     def trace(self) -> Trace:
         """The trace in which ranks that hold one model together, and see the same samples, are one rank."""
-        whole = with_whole_models(self.recorded, self.cell.contract.holders(self.cell.topology))
+        whole = with_whole_models(self.recorded, self.cell.parallelism.holders(self.cell.topology))
         return as_replicas(whole, self.replicas, self._mask_shapes())
 
     def _mask_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -232,7 +232,7 @@ class TraceAnalysis(TrainingRecord):
     def batches_between(self, step: GlobalStep) -> int:
         """Return the number of batches of a step between which its optimizers alternate; 0: they do not."""
         first = step.ranks[0]
-        return max(1, len(first.micro_batches) // self.cell.contract.micro_batches) if first.alternate else 0
+        return max(1, len(first.micro_batches) // self.cell.parallelism.micro_batches) if first.alternate else 0
 
     def load_step(self, oracle: Oracle, step: GlobalStep) -> None:
         """Give an oracle the state that the subject had before a step."""
@@ -258,12 +258,12 @@ class TraceAnalysis(TrainingRecord):
 
     def layout(self, step: GlobalStep) -> Layout:
         """Return the layout of a step, also of a skipped one."""
-        spread = self.cell.contract.devices_per_process(self.cell.topology)
+        spread = self.cell.parallelism.devices_per_process(self.cell.topology)
         return contract_layout(with_unique_draws(step.ranks), spread, self.window)
 
     def one_device(self, layout: Layout) -> Layout:
         """Return the same samples as one device takes them, each batch at once."""
-        return one_device_layout(layout, self.cell.contract.micro_batches)
+        return one_device_layout(layout, self.cell.parallelism.micro_batches)
 
     @cached_property
     def expected(self) -> dict[int, ExpectedGradients]:

@@ -40,7 +40,7 @@ def update_errors(trace: RankTrace, analysis: TraceAnalysis, allowed: float) -> 
 
 def may_sum_in_parts(trace: RankTrace, analysis: TraceAnalysis, allowed: float) -> bool:
     """Say whether updates are right only because an optimizer may add up matrix products in parts."""
-    held = analysis.cell.contract.holders(analysis.cell.topology)
+    held = analysis.cell.parallelism.holders(analysis.cell.topology)
     return any(len(group) > 1 for group in held) and largest(replay(trace, analysis)).x_noise > allowed
 
 
@@ -151,7 +151,7 @@ def stepped_shard_by_shard(trace: RankTrace, analysis: TraceAnalysis) -> bool:
     At every step, each parameter must match the update by blocks within the rounding of one device, which does not sum
     matrix products in parts. For at least one parameter, the update by blocks must differ from that of the whole.
     """
-    sizes = {len(group) for group in analysis.cell.contract.holders(analysis.cell.topology)} - {1}
+    sizes = {len(group) for group in analysis.cell.parallelism.holders(analysis.cell.topology)} - {1}
     ways = [(way, dim, size) for way in WAYS for dim in (0, 1) for size in sizes]
     steps = list(replays(trace, analysis, (None, analysis.cell.arithmetic), (None, None))) if ways else []
     return any(_fits(steps, analysis, _Blocks(analysis, way, dim, size)) for way, dim, size in ways)

@@ -153,7 +153,7 @@ def start(
             profile=str(profile) if profile else None,
             whole_node=whole_nodes,
         )
-        for rank in range(0, cell.processes, cell.contract.processes_per_node(cell.topology) if whole_nodes else 1)
+        for rank in range(0, cell.processes, cell.parallelism.processes_per_node(cell.topology) if whole_nodes else 1)
     )
     running = pool.begin(cell.subject, assignments, settings.time_limit)
     return CellLaunch(pool, running, assignments, store, folder, settings)
@@ -174,17 +174,17 @@ def _declared(pool: Pool, cell: Cell) -> Iterator[dict[str, Any]]:
 
 
 def _devices(cell: Cell, rank: int, oversubscribe: bool, whole_node: bool) -> tuple[str, ...]:
-    spread = cell.topology.gpus if whole_node else cell.contract.devices_per_process(cell.topology)
+    spread = cell.topology.gpus if whole_node else cell.parallelism.devices_per_process(cell.topology)
     if cell.accelerator == "cpu":
         return ("cpu",) * spread
-    first = 0 if whole_node or spread > 1 else rank % cell.contract.processes_per_node(cell.topology)
+    first = 0 if whole_node or spread > 1 else rank % cell.parallelism.processes_per_node(cell.topology)
     # With oversubscription, every node is on this machine and has all of its devices.
     present = count(cell.accelerator) if oversubscribe else first + spread
     return tuple(f"{cell.accelerator}:{(first + i) % present}" for i in range(spread))
 
 
 def _environment(cell: Cell, rank: int, whole_node: bool) -> dict[str, str]:
-    variables = torchrun_variables(rank, cell.processes, cell.contract.processes_per_node(cell.topology))
+    variables = torchrun_variables(rank, cell.processes, cell.parallelism.processes_per_node(cell.topology))
     if not whole_node:
         return variables
     of_node = {name: variables[name] for name in ("GROUP_RANK", "GROUP_WORLD_SIZE", "OMP_NUM_THREADS")}

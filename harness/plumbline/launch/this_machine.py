@@ -110,7 +110,7 @@ def own_devices(cell: Cell, rank: int, oversubscribe: bool) -> dict[str, str]:
     """
     if cell.accelerator == "cpu" or oversubscribe:
         return {}
-    first = rank // cell.contract.processes_per_node(cell.topology) * cell.topology.gpus
+    first = rank // cell.parallelism.processes_per_node(cell.topology) * cell.topology.gpus
     return only(cell.accelerator, first, cell.topology.gpus)
 
 

@@ -100,7 +100,7 @@ class Declaration:
         return None if misfit is None else Refusal(misfit)
 
     def _misfit(self, cell: Cell, workload: Workload) -> str | None:
-        if cell.contract.divides_experts and workload.experts < cell.processes:
+        if cell.parallelism.divides_experts and workload.experts < cell.processes:
             return f"{cell.workload} has only {workload.experts} experts for {cell.processes} ranks"
         if uneven := _why_uneven(cell, workload, self.behavior.divides):
             return f"{uneven}; {self.name} declares divides={list(self.behavior.divides)}"
@@ -108,9 +108,9 @@ class Declaration:
         return _why_no_stages(cell, workload, stages) if stages else _why_no_parts(cell, workload)
 
     def _stages(self, cell: Cell) -> int:
-        if cell.contract.micro_batches == 1:
+        if cell.parallelism.micro_batches == 1:
             return 0
-        return len(cell.contract.replicas(cell.topology)[0]) * self.behavior.stages_per_rank
+        return len(cell.parallelism.replicas(cell.topology)[0]) * self.behavior.stages_per_rank
 
     def _limits(self, cell: Cell) -> Iterator[tuple[str, str]]:
         nodes, most = cell.topology.num_nodes, self.behavior.max_nodes
@@ -147,13 +147,15 @@ _COUNTED: Mapping[str, tuple[frozenset[Held], Callable[[Workload], Collection[in
 
 def _why_uneven(cell: Cell, workload: Workload, divides: Collection[str]) -> str | None:
     """Return what the ranks cannot divide evenly, if anything. Shards that are gathered before use do not count."""
-    if cell.contract.has_stages:
+    if cell.parallelism.has_stages:
         return None
     for what in divides:
         held, count = _COUNTED[what]
-        together = [one for one in cell.contract.dimensions if Held.SAMPLES not in one.splits or Held.EXPERTS in held]
+        together = [
+            one for one in cell.parallelism.dimensions if Held.SAMPLES not in one.splits or Held.EXPERTS in held
+        ]
         names = [one.name for one in together if not one.splits.isdisjoint(held)]
-        parts = cell.contract.mesh(cell.topology).part(0, *names).count
+        parts = cell.parallelism.mesh(cell.topology).part(0, *names).count
         for number in sorted(count(workload)):
             if number % parts:
                 return f"{cell.workload} has {number} {what}, not divisible by {parts} ranks"
@@ -171,20 +173,20 @@ def _why_batches_differ(cell: Cell, workload: Workload) -> str | None:
 
 
 def _why_no_parts(cell: Cell, workload: Workload) -> str | None:
-    if cell.contract.divides_layers and workload.whole_layers is not None:
+    if cell.parallelism.divides_layers and workload.whole_layers is not None:
         return f"{cell.workload} has layers that cannot be divided: {workload.whole_layers}"
-    parts, tokens = cell.contract.part(0, cell.topology, Held.SEQUENCE).count, workload.sequence
+    parts, tokens = cell.parallelism.part(0, cell.topology, Held.SEQUENCE).count, workload.sequence
     if parts > max(tokens, 1):
         short = f"sequences of {tokens} tokens, too few for {parts} ranks" if tokens else "no sequences to divide"
         return f"{cell.workload} has {short}"
-    pieces = cell.contract.sequence_pieces
+    pieces = cell.parallelism.sequence_pieces
     if pieces is not None and tokens % (parts * pieces):
         return f"{cell.workload} has sequences of {tokens} tokens, not divisible by {parts * pieces}"
     return None
 
 
 def _why_no_stages(cell: Cell, workload: Workload, stages: int) -> str | None:
-    parts = len(cell.contract.replicas(cell.topology)) * cell.contract.micro_batches
+    parts = len(cell.parallelism.replicas(cell.topology)) * cell.parallelism.micro_batches
     if workload.blocks is not None and workload.blocks < stages:
         return f"{cell.workload} has too few blocks for {stages} stages: {workload.blocks}"
     batch = workload.global_batch_size(cell.topology.devices)

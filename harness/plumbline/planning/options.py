@@ -161,7 +161,7 @@ class Reproduction:
             words += ["--workload", self._own[cell.workload]]
         for mesh in self._matrix.meshes:
             words += ["--mesh", mesh.text] if mesh.is_of(cell) else []
-        if self._given["backends"] and (cell.contract.opt_in or cell.contract.sampled):
+        if self._given["backends"] and (cell.parallelism.opt_in or cell.parallelism.sampled):
             words += ["--backends", cell.backend]
         for name in self._settings(measured=cell.workload in PERFORMANCE):
             words += self._option(name)

@@ -204,7 +204,7 @@ class Matrix:
                 f"{cell.subject} declares devices='own' for backend {cell.backend!r}: each rank needs "
                 f"{device_type(cell.accelerator).one}, so run it without --oversubscribe"
             )
-        replicas = cell.contract.devices_per_process(cell.topology)
+        replicas = cell.parallelism.devices_per_process(cell.topology)
         if replicas <= self.shared:
             return None
         return Refusal(
@@ -245,7 +245,7 @@ class Planned:
     @property
     def is_smoke(self) -> bool:
         """Whether the cell has the marker ``smoke``."""
-        own = self.cell.contract
+        own = self.cell.parallelism
         return (
             self.refusal is None
             and self.cell.precision == SMOKE_PRECISION

@@ -47,7 +47,7 @@ class Assignment:
 
     @property
     def processes_per_node(self) -> int:
-        return self.cell.contract.processes_per_node(self.cell.topology)
+        return self.cell.parallelism.processes_per_node(self.cell.topology)
 
     @property
     def node_rank(self) -> int:
@@ -68,7 +68,7 @@ class Assignment:
     def as_rank(self, rank: int) -> Assignment:
         """Return the assignment of another rank of the same node."""
         place = rank % self.processes_per_node
-        alone = self.whole_node and not self.cell.contract.gathers
+        alone = self.whole_node and not self.cell.parallelism.gathers
         return replace(
             self,
             rank=rank,

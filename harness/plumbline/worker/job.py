@@ -76,11 +76,11 @@ class Job:
         self.dataset: Columns = workload.dataset(devices, self._dtype)
         self.val_dataset: Columns = workload.val_dataset(devices, self._dtype)
         self.global_batch_size = workload.global_batch_size(devices)
-        self.mesh = dict(cell.contract.mesh(cell.topology).dimensions)
-        share = cell.contract.part(self.rank, cell.topology)
+        self.mesh = dict(cell.parallelism.mesh(cell.topology).dimensions)
+        share = cell.parallelism.part(self.rank, cell.topology)
         self.data_rank, self.data_ranks = share.index, share.count
         self.batch_size = self.global_batch_size // self.data_ranks
-        self.micro_batches = cell.contract.micro_batches
+        self.micro_batches = cell.parallelism.micro_batches
         self.epochs, self.max_steps = workload.epochs, workload.max_steps
         self.steps = workload.steps(devices)
         self.accumulate, self.clip_norm = workload.accumulate, workload.clip_norm

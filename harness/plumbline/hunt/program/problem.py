@@ -243,7 +243,7 @@ class Problem:
     @property
     def shares(self) -> int:
         """Ranks that have samples of their own."""
-        return len(self.cell.contract.replicas(self.cell.topology))
+        return len(self.cell.parallelism.replicas(self.cell.topology))
 
     @property
     def batch(self) -> int:
@@ -293,7 +293,7 @@ class Problem:
     @property
     def mesh(self) -> str:
         """Sizes and names of the mesh of processes, as arguments of ``init_device_mesh``."""
-        mesh = self.cell.contract.mesh(self.cell.topology)
+        mesh = self.cell.parallelism.mesh(self.cell.topology)
         return f"{mesh.shape}, mesh_dim_names={tuple(mesh.names)}".replace("'", '"')
 
     @cached_property

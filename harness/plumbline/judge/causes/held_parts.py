@@ -36,7 +36,7 @@ class HeldParts:
     def siblings(self) -> tuple[int, ...]:
         """The ranks whose blocks make up whole tensors, so that their norms add up to the whole gradient's."""
         cell = self.case.counterfactuals.cell
-        return next(group for group in cell.contract.norm_groups(cell.topology) if self.first in group)
+        return next(group for group in cell.parallelism.norm_groups(cell.topology) if self.first in group)
 
     @cached_property
     def blocks(self) -> dict[int, dict[str, Block]]:
@@ -128,7 +128,7 @@ def mean_over(case: OracleGradientCase, ranks: tuple[int, ...]) -> Tensors:
 def own_experts(case: OracleGradientCase) -> dict[str, int]:
     """Return the first holder of each parameter that only some of the ranks that share one model hold."""
     cell = case.counterfactuals.cell
-    (group,) = [ranks for ranks in cell.contract.holders(cell.topology) if HeldParts(case).first in ranks]
+    (group,) = [ranks for ranks in cell.parallelism.holders(cell.topology) if HeldParts(case).first in ranks]
     recorded = case.counterfactuals.analysis.recorded_steps[case.index].ranks
     holders = {n: [rank for rank in group if n in recorded[rank].before] for n in case.expected.contract}
     return {name: ranks[0] for name, ranks in holders.items() if 0 < len(ranks) < len(group)}

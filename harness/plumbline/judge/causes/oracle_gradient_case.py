@@ -150,7 +150,7 @@ class OracleGradientCase(GradientCase):
     @property
     def in_stages(self) -> bool:
         """Whether these ranks are the stages of a pipeline: each holds whole layers of its own."""
-        return self.is_staged and self.counterfactuals.cell.contract.has_stages
+        return self.is_staged and self.counterfactuals.cell.parallelism.has_stages
 
     @cached_property
     def held(self) -> HeldParameters:
@@ -176,7 +176,7 @@ class OracleGradientCase(GradientCase):
     @property
     def batch_parts(self) -> int:
         """The number of micro-batches into which the backend splits one batch."""
-        return self.counterfactuals.cell.contract.micro_batches
+        return self.counterfactuals.cell.parallelism.micro_batches
 
     @property
     def micro_batches(self) -> int:

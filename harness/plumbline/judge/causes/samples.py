@@ -97,7 +97,7 @@ def _loss_of_others(case: SampleCase) -> Iterator[Match]:
 
 def _micro_batches_missing(case: SampleCase) -> Iterator[Match]:
     analysis = case.analysis
-    due, size = analysis.cell.contract.micro_batches, analysis.workload.global_batch_size(analysis.devices)
+    due, size = analysis.cell.parallelism.micro_batches, analysis.workload.global_batch_size(analysis.devices)
     sizes = {tuple(len(micro.samples) for micro in step.micro_batches) for step in analysis.trace.ranks[0].steps}
     counts = {len(passes) for passes in sizes}
     if due > 1 and len(counts) == 1 and {number for passes in sizes for number in passes} == {size // due}:
@@ -135,7 +135,7 @@ def _alike_by(numbers: Sequence[int], ranks: Sequence[Draws]) -> bool:
 
 def _along_one_dimension(case: SampleCase) -> Iterator[Match]:
     cell, ranks = case.analysis.cell, case.ranks
-    mesh = cell.contract.mesh(cell.topology)
+    mesh = cell.parallelism.mesh(cell.topology)
     places = [mesh.coordinates(group[0]) for group in case.analysis.replicas[: len(ranks)]]
     divided = [name for name in mesh.names if len({place[name] for place in places}) > 1]
     for name in divided if len(divided) > 1 else ():

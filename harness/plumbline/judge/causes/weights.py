@@ -201,7 +201,7 @@ def _are_roundings(rounded: Tensors, whole: Tensors, dtype: torch.dtype) -> bool
 def _tied_gradients_differ(case: DivergedRanksCase) -> Iterator[Match]:
     """Match if stages of one pipeline differ; replicas of one stage do not hold parts of a sum."""
     analysis = case.analysis
-    for match in _differs_first_in("gradients")(case) if analysis.cell.contract.has_stages else ():
+    for match in _differs_first_in("gradients")(case) if analysis.cell.parallelism.has_stages else ():
         if analysis.judged_as(match.rank or 0) == analysis.judged_as(int(str(match.figures["first"]))):
             yield match
 

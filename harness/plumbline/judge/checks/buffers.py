@@ -166,7 +166,7 @@ def _explained(worst: Deviation, analysis: TraceAnalysis) -> Finding:
         for way, deviation in buffer_errors(analysis, global_step, following, rank)
         if way == "first device" and deviation.x_noise > limit()
     )
-    micro_batches = analysis.cell.contract.micro_batches
+    micro_batches = analysis.cell.parallelism.micro_batches
     exact, replayed = (
         [buffers_after(oracle, step, own_shares(step), micro_batches) for step in global_step.ranks]
         for oracle in (analysis.oracle, analysis.cell_oracle)
@@ -201,7 +201,7 @@ def buffer_errors(
     micro_batches = zip_longest(*(step.micro_batches for step in global_step.ranks))
     everybody = [tuple(i for micro in micros if micro for i in micro.samples) for micros in micro_batches]
     for way, shares in (("first device", own_shares(start)), ("one device", everybody)):
-        right = buffers_after(analysis.oracle, start, shares, analysis.cell.contract.micro_batches)
+        right = buffers_after(analysis.oracle, start, shares, analysis.cell.parallelism.micro_batches)
         replays = list(_replays(analysis, start, shares))
         for name, value in found.items():
             if name not in right:
@@ -216,7 +216,7 @@ def _replays(analysis: TraceAnalysis, step: Step, shares: list[Share]) -> Iterat
     Float64 is compared with itself, so its weights are nudged: the mean of activations that are already centred, for
     example after another BatchNorm, consists only of rounding errors of the layers before it.
     """
-    oracle, micro_batches = analysis.cell_oracle, analysis.cell.contract.micro_batches
+    oracle, micro_batches = analysis.cell_oracle, analysis.cell.parallelism.micro_batches
     if oracle.dtype is not torch.float64:
         yield buffers_after(oracle, step, shares, micro_batches)
         return
@@ -298,7 +298,7 @@ def _ways(analysis: TraceAnalysis, index: int) -> Iterator[tuple[str, list[Share
     buffers of a step include updates by forwards before its first recorded one.
     """
     now, then = (own_shares(step.ranks[0]) for step in analysis.steps[index : index + 2])
-    size = analysis.cell.contract.micro_batches
+    size = analysis.cell.parallelism.micro_batches
     batches = [now[first : first + size] for first in range(0, len(now), size)]
     for words, order in (
         (AT_ONCE, [share for one in now for share in (one, one)]),
@@ -320,7 +320,7 @@ def _recomputed(batch: Sequence[Share], early: int) -> list[Share]:
 def _fitting(analysis: TraceAnalysis, index: int, shares: list[Share], ahead: list[Share]) -> set[str]:
     """Return the buffers that these forwards of a step and of the next one explain."""
     before, after = (step.ranks[0] for step in analysis.steps[index : index + 2])
-    size = analysis.cell.contract.micro_batches
+    size = analysis.cell.parallelism.micro_batches
     exact, rough = (
         buffers_after(oracle, replace(after, buffers=buffers_after(oracle, before, shares, size)), ahead, size)
         for oracle in (analysis.oracle, analysis.cell_oracle)

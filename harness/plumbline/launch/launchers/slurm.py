@@ -66,7 +66,7 @@ class SlurmPool(RemotePool):
         return ends
 
     def variables(self, cell: Cell, rank: int, oversubscribe: bool) -> dict[str, str]:
-        local_world = cell.contract.processes_per_node(cell.topology)
+        local_world = cell.parallelism.processes_per_node(cell.topology)
         nodes = cell.topology.num_nodes
         hosts = ",".join(self.hosts[:nodes])
         from_srun = {

@@ -76,7 +76,7 @@ class TorchrunLauncher(Launcher):
 class _TorchrunRanks(RemotePool):
     def variables(self, cell: Cell, rank: int, oversubscribe: bool) -> dict[str, str]:
         own = super().variables(cell, rank, oversubscribe)
-        node = rank // cell.contract.processes_per_node(cell.topology)
+        node = rank // cell.parallelism.processes_per_node(cell.topology)
         inherited = {name: value for name, value in own.items() if name not in this_machine.ELASTIC}
         return {**inherited, **this_machine.AGENT_STORE, "NODE_RANK": str(node)}
 

@@ -178,7 +178,7 @@ class RemotePool(Pool):
         there, unless the user named another one.
         """
         assert self.subjects
-        node = self._nodes[rank // cell.contract.processes_per_node(cell.topology)]
+        node = self._nodes[rank // cell.parallelism.processes_per_node(cell.topology)]
         return {**ELASTIC, "MASTER_ADDR": node.launcher, "GLOO_SOCKET_IFNAME": node.interface}
 
     def meeting_point(self) -> dict[str, str]:

@@ -50,7 +50,7 @@ class Stopwatch(StepHooks):
         self._tensors = TensorBytes(type(workload))
         self._collectives = Collectives(self._devices[0].type)
         self._flops = ExecutedFlops(self._devices)
-        in_stages = assignment.cell.contract.micro_batches > 1
+        in_stages = assignment.cell.parallelism.micro_batches > 1
         self._chunks = PipelineChunks(self._clock.mark, type(workload)) if in_stages else None
         self._pipeline: tuple[tuple[Chunk, ...], ...] = ()
         self._profile: StepProfile | None = None

@@ -227,7 +227,7 @@ def _by_own_norms(norms: HeldNorms) -> Iterator[Tensors]:
 def _along_a_dimension(norms: HeldNorms) -> Iterator[Tensors]:
     """Predict that the ranks' squared norms are added along only some dimensions of the mesh."""
     cell = norms.case.counterfactuals.cell
-    mesh = cell.contract.mesh(cell.topology)
+    mesh = cell.parallelism.mesh(cell.topology)
     everyone = norms.held.siblings if norms.held.in_blocks else ()
     first = {rank: mesh.coordinates(rank) for rank in everyone}
     for along in chain.from_iterable(combinations(mesh.names, count) for count in range(1, len(mesh.names))):
@@ -242,7 +242,7 @@ def _squares_like(norms: HeldNorms, rank: int, siblings: Mapping[int, Mapping[st
     if rank in siblings:
         return norms.squared(rank)
     cell = norms.case.counterfactuals.cell
-    along = cell.contract.mesh(cell.topology).coordinates(rank)
+    along = cell.parallelism.mesh(cell.topology).coordinates(rank)
     shared = _varying(siblings)
     return next(
         (norms.squared(one) for one, at in siblings.items() if all(at[name] == along[name] for name in shared)), 0.0

@@ -22,10 +22,10 @@ from plumbline.judge.truth import Combination, SomeParameters, Weight
 def _sizes(case: OracleGradientCase) -> list[int]:
     """Return the numbers of ranks that compute with the same samples: along each mesh dimension, and in total."""
     cell = case.counterfactuals.cell
-    if cell.contract.has_stages:
+    if cell.parallelism.has_stages:
         return []
-    ranks = cell.contract.replicas(cell.topology)[0]
-    mesh = cell.contract.mesh(cell.topology)
+    ranks = cell.parallelism.replicas(cell.topology)[0]
+    mesh = cell.parallelism.mesh(cell.topology)
     along = [{name: at for name, at in mesh.coordinates(rank).items() if at} for rank in ranks]
     names = {name for at in along for name in at}
     return sorted({len(ranks), *(size for name, size in mesh.dimensions if name in names)} - {1})
@@ -43,7 +43,7 @@ def _partial_sums(case: OracleGradientCase) -> Gradients:
 
 def _shards_of_some_ranks(case: OracleGradientCase) -> Gradients:
     held, cell = HeldParts(case), case.counterfactuals.cell
-    mesh = cell.contract.mesh(cell.topology)
+    mesh = cell.parallelism.mesh(cell.topology)
     if case.clip_norm is not None or not held.in_blocks or case.world == 1:
         return
     for along in chain.from_iterable(combinations(mesh.names, count) for count in range(len(mesh.names))):
@@ -79,7 +79,7 @@ def _some_tensors_scaled(case: OracleGradientCase) -> Gradients:
 def _partly_averaged(case: OracleGradientCase) -> Gradients:
     """Predict that some micro-batches are averaged only over the ranks along some dimensions of the mesh."""
     cell = case.counterfactuals.cell
-    mesh, analysis = cell.contract.mesh(cell.topology), case.counterfactuals.analysis
+    mesh, analysis = cell.parallelism.mesh(cell.topology), case.counterfactuals.analysis
     if case.clip_norm is not None or case.world == 1 or case.micro_batches == 1:
         return
     for along in chain.from_iterable(combinations(mesh.names, count) for count in range(1, len(mesh.names))):
@@ -121,7 +121,7 @@ def _counted_again(case: OracleGradientCase) -> Gradients:
 
 def _places_of_ranks(case: OracleGradientCase, length: int) -> Iterator[list[list[Tensor]]]:
     """Yield the ways to divide a sequence: the places of each rank, piece by piece."""
-    every, pieces = torch.arange(length), case.counterfactuals.cell.contract.sequence_pieces or 1
+    every, pieces = torch.arange(length), case.counterfactuals.cell.parallelism.sequence_pieces or 1
     for size in _sizes(case):
         for parts in (every.chunk(size * pieces), every.tensor_split(size * pieces)):
             if len(parts) != size * pieces:
@@ -199,7 +199,7 @@ def _from_zero(way: str, count: int) -> Callable[[Tensor], Tensor]:
 
 def _positions_of_other_places(case: OracleGradientCase) -> Gradients:
     """Predict that each rank numbers its pieces as one run: from zero, or as if it had one contiguous part."""
-    for parts in ("from zero", "in order") if case.counterfactuals.cell.contract.sequence_pieces else ():
+    for parts in ("from zero", "in order") if case.counterfactuals.cell.parallelism.sequence_pieces else ():
         yield from _with_positions(case, _in_one_run(case, parts == "from zero"))
 
 

@@ -200,7 +200,7 @@ def _layers(model: nn.Module) -> list[tuple[str, ...]]:
 def _numbers_of_ranks(case: OracleGradientCase) -> list[int]:
     """Return the numbers of ranks along each dimension of the mesh, and in total."""
     cell = case.counterfactuals.cell
-    mesh = cell.contract.mesh(cell.topology)
+    mesh = cell.parallelism.mesh(cell.topology)
     return sorted({*mesh.shape, mesh.size} - {1})
 
 
@@ -255,7 +255,7 @@ def _biases(case: OracleGradientCase) -> Iterator[tuple[str, ...]]:
 def _bias_again(case: OracleGradientCase) -> Gradients:
     """Predict that biases are added once for each rank that computes with the same samples."""
     cell, before = case.counterfactuals.cell, case.ranks[0].before
-    sizes = {len(case.recorded), *_numbers_of_ranks(case)} - {1} if cell.contract.divides_layers else set()
+    sizes = {len(case.recorded), *_numbers_of_ranks(case)} - {1} if cell.parallelism.divides_layers else set()
     for size in sorted(sizes):
         for names in _biases(case):
             with case.counterfactuals.at(case.index) as oracle:
