@@ -1,9 +1,12 @@
-"""Registries of values by name, in the order of their registration."""
+"""Values by name: a registry in the order of registration, and what users are told who choose an unknown name."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol, TypeVar
+import difflib
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, Protocol, TypeVar
+
+from plumbline.core.errors import PlanError
 
 
 class Named(Protocol):
@@ -30,3 +33,21 @@ class NamedRegistry(dict[str, N]):
         if self.setdefault(value.name, value) != value:
             raise ValueError(f"{self.kind} {value.name!r} already exists; choose another name")
         return value
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> PlanError:
+    """Return an error that shows similar names or, if there are none, all that are known."""
+    known = list(known)
+    close = " or ".join(map(repr, difflib.get_close_matches(name, known, 4)))
+    hint = f"did you mean {close}?" if close else f"choose from {', '.join(known)}"
+    return PlanError(f"unknown {kind} {name!r}: {hint}")
+
+
+def check_choice(kind: str, name: str, own_options: Mapping[str, Collection[str]], options: Any) -> None:
+    """Raise ``PlanError`` if ``--kind name`` is unknown, or if one of ``options`` is for another choice alone."""
+    if name not in own_options:
+        raise unknown_name(kind, name, own_options)
+    for other, own in own_options.items():
+        for option in sorted(set(own).difference(own_options[name])):
+            if getattr(options, option):
+                raise PlanError(f"--{option.replace('_', '-')} is for --{kind} {other}, not for {name}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from plumbline.core.backend import BACKENDS, Backend, declared_for, resized
 from plumbline.core.cell import Cell
 from plumbline.core.errors import PlanError
 from plumbline.core.finding import Finding
+from plumbline.core.named_registry import unknown_name
 from plumbline.core.outcome import Outcome
 from plumbline.core.precision import PRECISIONS
 from plumbline.core.topology import Topology
@@ -313,9 +313,7 @@ def _known(what: str, wanted: Iterable[str] | None, known: Iterable[str]) -> lis
         return known
     for name in wanted:
         if name not in known:
-            close = " or ".join(map(repr, difflib.get_close_matches(name, known, 4)))
-            hint = f"did you mean {close}?" if close else f"choose from {', '.join(known)}"
-            raise PlanError(f"unknown {what} {name!r}: {hint}")
+            raise unknown_name(what, name, known)
     return list(dict.fromkeys(wanted))
 
 

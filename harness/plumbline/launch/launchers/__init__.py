@@ -5,11 +5,11 @@ A launcher makes pools; the pools start the ranks (``plumbline.launch.pool``, ``
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 
 from plumbline.core.cell import Cell
 from plumbline.core.errors import PlanError
+from plumbline.core.named_registry import check_choice
 from plumbline.launch.launchers.hosts import HostsLauncher
 from plumbline.launch.launchers.ray import RayLauncher
 from plumbline.launch.launchers.slurm import SlurmLauncher
@@ -28,16 +28,8 @@ LAUNCHERS: dict[str, type[Launcher]] = {
 
 
 def find_launcher(name: str, options: LauncherOptions | None = None) -> Launcher:
-    """Return the launcher of this name."""
     options = options or LauncherOptions()
-    if name not in LAUNCHERS:
-        close = difflib.get_close_matches(name, LAUNCHERS, 1)
-        hint = f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(LAUNCHERS)}"
-        raise PlanError(f"unknown launcher {name!r}: {hint}")
-    for other, launcher in LAUNCHERS.items():
-        for option in sorted(launcher.own_options - LAUNCHERS[name].own_options):
-            if getattr(options, option):
-                raise PlanError(f"--{option.replace('_', '-')} is for --launcher {other}, not for {name}")
+    check_choice("launcher", name, {one: launcher.own_options for one, launcher in LAUNCHERS.items()}, options)
     return LAUNCHERS[name](options)
 
 
