@@ -21,6 +21,17 @@ class ErrorGrid:
     errors: tuple[tuple[float | None, ...], ...]
 
 
+def as_rows(parameters: Iterable[str], most: int) -> dict[str, str]:
+    """Return for each parameter the name of its row: itself, or its module as deep as ``most`` rows allow."""
+    names = list(dict.fromkeys(parameters))
+    rows: dict[str, str] = {}
+    for depth in range(max((name.count(".") for name in names), default=-1) + 1, 0, -1):
+        rows = {name: ".".join(name.split(".")[:depth]) for name in names}
+        if len(set(rows.values())) <= most:
+            break
+    return rows
+
+
 @dataclass(frozen=True)
 class RankShares:
     """The weights with which the ranks' own gradients were combined at one step.

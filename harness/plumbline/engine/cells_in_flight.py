@@ -26,7 +26,7 @@ import torch
 from plumbline.core.cell import Cell
 from plumbline.core.errors import LaunchError, TraceError
 from plumbline.devices.counting import available
-from plumbline.engine.examine import Examined, trace_of, unreadable, verdict
+from plumbline.engine.examine import Examined, trace_of, verdict, without_verdict
 from plumbline.engine.subject_pools import SubjectPools
 from plumbline.evidence.trace import Trace
 from plumbline.launch.cell_launch import CellLaunch, Settings, behavior_of, start
@@ -261,7 +261,7 @@ class CellsInFlight:
         except LaunchError as error:
             cell.finish(error)
         except TraceError as error:
-            cell.finish(unreadable(error))
+            cell.finish(without_verdict(error))
         cell.lease.give_back_devices()  # judging needs the CPU only
         if cell.end is not None:
             self._launch_next(waiting)

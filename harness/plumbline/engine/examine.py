@@ -40,10 +40,8 @@ def examine(pool: Pool, cell: Cell, folder: Path, settings: Settings) -> Examine
         with shared_lease(devices_of(cell, settings.oversubscribe), share_devices=settings.oversubscribe):
             trace = trace_of(start(pool, cell, folder, settings), cell)
             return verdict(trace, cell, behavior_of(pool, cell))
-    except TraceError as error:
-        return unreadable(error)
-    except LaunchError as error:
-        return Examined((Finding("launch", Outcome.ERRORED, str(error)),), None)
+    except (LaunchError, TraceError) as error:
+        return without_verdict(error)
 
 
 def trace_of(launched: CellLaunch, cell: Cell) -> Trace:
@@ -80,6 +78,6 @@ def verdict(trace: Trace, cell: Cell, behavior: TrainingBehavior) -> Examined:
     return Examined(judge(TraceAnalysis(trace, workload_of(cell), cell, behavior)), trace.seconds)
 
 
-def unreadable(error: TraceError) -> Examined:
-    """Return the finding of a cell whose evidence cannot be read."""
+def without_verdict(error: LaunchError | TraceError) -> Examined:
+    """Return the finding of a cell whose ranks or evidence are lost."""
     return Examined((Finding("launch", Outcome.ERRORED, str(error)),), None)

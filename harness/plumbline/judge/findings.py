@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from plumbline.core.finding import ErrorGrid, Finding
+from plumbline.core.finding import ErrorGrid, Finding, as_rows
 from plumbline.core.numbers import compact, x_noise
 from plumbline.core.outcome import Outcome
 from plumbline.judge.oracle.noise import TOGETHER, Deviation, in_noise, larger
@@ -179,7 +179,7 @@ def with_error_grid(finding: Finding, deviations: Iterable[Deviation]) -> Findin
     With many parameters, each row is a module; with many steps, only those around the finding's step are kept.
     """
     found = [one for one in deviations if one.step is not None and one.parameter not in (None, TOGETHER)]
-    names = _folded(dict.fromkeys(str(one.parameter) for one in found))
+    names = as_rows((str(one.parameter) for one in found), MOST_PARAMETERS)
     steps = sorted({one.step for one in found if one.step is not None})
     begin = max(0, min(len(steps) - MOST_STEPS, bisect_left(steps, finding.step or 0) - STEPS_BEFORE))
     shown = steps[begin : begin + MOST_STEPS]
@@ -196,14 +196,3 @@ def with_error_grid(finding: Finding, deviations: Iterable[Deviation]) -> Findin
     table = [[float(f"{errors[row, step]:.2g}") if (row, step) in errors else None for step in shown] for row in kept]
     grid = ErrorGrid(tuple(kept), tuple(shown), tuple(map(tuple, table)))
     return replace(finding, error_grid=grid)
-
-
-def _folded(names: Iterable[str]) -> dict[str, str]:
-    """Return for each parameter its row: itself, or its module as deep as ``MOST_PARAMETERS`` rows allow."""
-    names = list(names)
-    deepest = max((name.count(".") for name in names), default=0)
-    for depth in range(deepest + 1, 0, -1):
-        rows = {name: ".".join(name.split(".")[:depth]) for name in names}
-        if len(set(rows.values())) <= MOST_PARAMETERS:
-            break
-    return rows if names else {}

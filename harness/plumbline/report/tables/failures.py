@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from plumbline.core.finding import UNEXPLAINED, by_themselves, in_reading_order, is_unexplained
+from plumbline.core.finding import UNEXPLAINED, as_rows, by_themselves, in_reading_order, is_unexplained
 from plumbline.core.numbers import compact, counted, x_noise
 from plumbline.core.outcome import Outcome
 from plumbline.core.titles import heading, title_of, unexplained_title
@@ -258,13 +258,9 @@ def parameter_table(parameters: Sequence[tuple[str, float]], limit: float | None
 def parameter_rows(parameters: Sequence[tuple[str, float]], limit: float | None) -> list[tuple[str, float, bool]]:
     """Return a row per parameter, or per module if there are many: name, error × noise, is it above ``limit``."""
     rows: dict[str, float] = {}
-    for depth in range(max((name.count(".") for name, _ in parameters), default=0) + 1, 0, -1):
-        rows = {}
-        for name, error in parameters:
-            module = ".".join(name.split(".")[:depth])
-            rows[module] = max(rows.get(module, 0.0), math.inf if math.isnan(error) else error)
-        if len(rows) <= MOST_ROWS:
-            break
+    modules = as_rows((name for name, _ in parameters), MOST_ROWS)
+    for name, error in parameters:
+        rows[modules[name]] = max(rows.get(modules[name], 0.0), math.inf if math.isnan(error) else error)
     worst = sorted(rows, key=lambda module: -rows[module])[:MOST_ROWS]
     return [
         (shortened(printable(name), LONGEST_PARAMETER), error, limit is not None and not error <= limit)
