@@ -27,8 +27,6 @@ class Counterfactuals:
     """
 
     def __init__(self, analysis: TraceAnalysis) -> None:
-        self.workload = analysis.workload
-        self.cell = analysis.cell
         self.analysis = analysis
         self._parts: dict[tuple[int, Layout], Parts] = {}
         self.found_on_the_way: dict[bool, tuple[tuple[str, ...], float]] = {}
@@ -55,10 +53,6 @@ class Counterfactuals:
         """Return the gradient of each optimizer's backward at a step, for all parameters; usually there is one."""
         with self.at(index) as oracle:
             return [mean_gradient(parts) for parts in oracle.passes(self.analysis.layouts[index])]
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return self.analysis.epochs.windows
 
     def evaluations(self) -> list[tuple[int, int]]:
         """Return where the model was or should have been evaluated: (steps, micro-batches) done before it."""

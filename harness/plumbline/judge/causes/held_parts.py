@@ -35,13 +35,13 @@ class HeldParts:
     @cached_property
     def siblings(self) -> tuple[int, ...]:
         """The ranks whose blocks make up whole tensors, so that their norms add up to the whole gradient's."""
-        cell = self.case.counterfactuals.cell
+        cell = self.case.analysis.cell
         return next(group for group in cell.parallelism.norm_groups(cell.topology) if self.first in group)
 
     @cached_property
     def blocks(self) -> dict[int, dict[str, Block]]:
         """Each sibling's blocks, by parameter name, of the tensors that it does not hold whole."""
-        recorded = self.case.counterfactuals.analysis.recorded.ranks
+        recorded = self.case.analysis.recorded.ranks
         return {rank: recorded[rank].blocks for rank in self.siblings}
 
     def blocks_of(self, name: str) -> dict[int, tuple[slice, ...]]:
@@ -99,7 +99,7 @@ class HeldParts:
 
     def unlike(self) -> Iterator[tuple[str, Tensor, list[Tensor]]]:
         """Yield whole tensors whose gradients differ between ranks of the same samples: name, first's, others'."""
-        analysis = self.case.counterfactuals.analysis
+        analysis = self.case.analysis
         for name, right in self.case.expected.contract.items():
             held = [step for step in self.case.recorded.values() if name in step.before]
             if len(held) < 2:
@@ -116,7 +116,7 @@ def block_of(tensor: Tensor, index: tuple[slice, ...]) -> Tensor:
 
 
 def _data_rank(case: OracleGradientCase, rank: int) -> int:
-    return next(index for index, group in enumerate(case.counterfactuals.analysis.replicas) if rank in group)
+    return next(index for index, group in enumerate(case.analysis.replicas) if rank in group)
 
 
 def mean_over(case: OracleGradientCase, ranks: tuple[int, ...]) -> Tensors:
@@ -127,8 +127,8 @@ def mean_over(case: OracleGradientCase, ranks: tuple[int, ...]) -> Tensors:
 
 def own_experts(case: OracleGradientCase) -> dict[str, int]:
     """Return the first holder of each parameter that only some of the ranks that share one model hold."""
-    cell = case.counterfactuals.cell
+    cell = case.analysis.cell
     (group,) = [ranks for ranks in cell.parallelism.holders(cell.topology) if HeldParts(case).first in ranks]
-    recorded = case.counterfactuals.analysis.recorded_steps[case.index].ranks
+    recorded = case.analysis.recorded_steps[case.index].ranks
     holders = {n: [rank for rank in group if n in recorded[rank].before] for n in case.expected.contract}
     return {name: ranks[0] for name, ranks in holders.items() if 0 < len(ranks) < len(group)}

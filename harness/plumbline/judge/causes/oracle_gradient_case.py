@@ -18,7 +18,7 @@ from plumbline.judge.hypothesis import Hypothesis, Match
 from plumbline.judge.oracle.layout import Layout
 from plumbline.judge.oracle.noise import distance, in_noise, is_finite, length, norm
 from plumbline.judge.oracle.oracle import clipped
-from plumbline.judge.trace_analysis import ExpectedGradients
+from plumbline.judge.trace_analysis import ExpectedGradients, TraceAnalysis
 from plumbline.judge.truth import Combination, GradientCase, SomeParameters, Weight
 
 
@@ -46,50 +46,50 @@ class Pattern:
 
 @dataclass(frozen=True, eq=False)
 class OracleGradientCase(GradientCase):
-    """One rank at one step.
+    """One rank at one step that was taken; ``index`` is the step's number."""
 
-    ``index`` is the step's number, ``step`` the rank's record and ``ranks`` the records of all ranks. ``expected`` has
-    the right gradients of this step, and ``earlier_expected`` those of the steps before, latest first. ``trained``
-    names the parameters that are not frozen. ``previous`` is this rank's gradient of the previous step, None at the
-    first step.
-    """
-
+    analysis: TraceAnalysis
     index: int
     rank: int
-    step: Step
-    ranks: tuple[Step, ...]
-    expected: ExpectedGradients
-    earlier_expected: tuple[ExpectedGradients, ...]
-    previous: Tensors | None
-    trained: frozenset[str]
-    counterfactuals: Counterfactuals
     pattern: Pattern = Pattern()
 
-    @classmethod
-    def of(cls, counterfactuals: Counterfactuals, index: int, rank: int) -> OracleGradientCase:
-        """Return the case of one rank at a step that was taken."""
-        analysis = counterfactuals.analysis
-        ranks = analysis.steps[index].ranks
-        return cls(
-            index=index,
-            rank=rank,
-            step=ranks[rank],
-            ranks=ranks,
-            expected=analysis.expected[index],
-            earlier_expected=tuple(one for other, one in reversed(analysis.expected.items()) if other < index),
-            previous=analysis.steps[index - 1].ranks[rank].gradients if index else None,
-            trained=frozenset(analysis.oracle.trained),
-            counterfactuals=counterfactuals,
-        )
+    @property
+    def counterfactuals(self) -> Counterfactuals:
+        return self.analysis.once(Counterfactuals)
+
+    @property
+    def ranks(self) -> tuple[Step, ...]:
+        """The records of the step of all ranks."""
+        return self.analysis.steps[self.index].ranks
+
+    @property
+    def step(self) -> Step:
+        """The record of the step of the case's own rank."""
+        return self.ranks[self.rank]
+
+    @property
+    def expected(self) -> ExpectedGradients:
+        """The right gradients of this step."""
+        return self.analysis.expected[self.index]
+
+    @property
+    def earlier_expected(self) -> Sequence[ExpectedGradients]:
+        """The right gradients of the steps before, latest first."""
+        return [one for index, one in reversed(self.analysis.expected.items()) if index < self.index]
+
+    @property
+    def previous(self) -> Tensors | None:
+        """The gradient of the previous step on the same rank, None at the first step."""
+        return self.analysis.steps[self.index - 1].ranks[self.rank].gradients if self.index else None
 
     @property
     def accumulate(self) -> int:
-        return self.counterfactuals.workload.accumulate
+        return self.analysis.workload.accumulate
 
     @property
     def clip_norm(self) -> float | None:
         """The norm to which the workload clips; None if it does not clip."""
-        return self.counterfactuals.workload.clip_norm
+        return self.analysis.workload.clip_norm
 
     @property
     def world(self) -> int:
@@ -97,7 +97,7 @@ class OracleGradientCase(GradientCase):
 
     @property
     def location(self) -> str:
-        held = self.counterfactuals.analysis.replicas[self.rank]
+        held = self.analysis.replicas[self.rank]
         if len(held) == 1 or self.world == 1:
             return super().location
         return f"step {self.index} on {ranks_in_words(held)}"
@@ -145,17 +145,17 @@ class OracleGradientCase(GradientCase):
     @property
     def is_staged(self) -> bool:
         """Whether several ranks hold one model together."""
-        return self.counterfactuals.analysis.is_staged
+        return self.analysis.is_staged
 
     @property
     def in_stages(self) -> bool:
         """Whether these ranks are the stages of a pipeline: each holds whole layers of its own."""
-        return self.is_staged and self.counterfactuals.cell.parallelism.has_stages
+        return self.is_staged and self.analysis.cell.parallelism.has_stages
 
     @cached_property
     def held(self) -> HeldParameters:
         """Which ranks hold which of the trained parameters."""
-        holders = self.counterfactuals.analysis.holders[self.rank]
+        holders = self.analysis.holders[self.rank]
         return HeldParameters({name: ranks for name, ranks in holders.items() if name in self.expected.contract})
 
     @property
@@ -166,17 +166,17 @@ class OracleGradientCase(GradientCase):
     @property
     def recorded(self) -> dict[int, Step]:
         """The recorded step, by rank, of each of the ranks that hold this model together."""
-        return self.counterfactuals.analysis.recorded_together(self.index, self.rank)
+        return self.analysis.recorded_together(self.index, self.rank)
 
     @property
     def layout(self) -> Layout:
         """Which samples each group and device computed at this step."""
-        return self.counterfactuals.analysis.layouts[self.index]
+        return self.analysis.layouts[self.index]
 
     @property
     def batch_parts(self) -> int:
         """The number of micro-batches into which the backend splits one batch."""
-        return self.counterfactuals.cell.parallelism.micro_batches
+        return self.analysis.cell.parallelism.micro_batches
 
     @property
     def micro_batches(self) -> int:
@@ -185,12 +185,12 @@ class OracleGradientCase(GradientCase):
 
     @property
     def limit(self) -> float:
-        return self.counterfactuals.analysis.limit
+        return self.analysis.limit
 
     @property
     def is_right(self) -> bool:
         """Whether the gradient is the contract's or one device's, within the limit, or bit for bit if required."""
-        allowed = self.counterfactuals.analysis.allowed(self.limit)
+        allowed = self.analysis.allowed(self.limit)
         return any(self.error(right) <= allowed for right in self.rights)
 
     @property
@@ -218,7 +218,7 @@ class OracleGradientCase(GradientCase):
         expected = predicted.get(name, torch.zeros_like(right))
         size = norm(right)
         growth = max(1.0, norm(expected) / size) if size else 1.0
-        noise = self.counterfactuals.analysis.noise.at(name, self.expected.units[name]) * growth
+        noise = self.analysis.noise.at(name, self.expected.units[name]) * growth
         return in_noise(distance(self.observed[name], expected), noise)
 
     def least_error(self, name: str) -> float:
@@ -291,7 +291,7 @@ class OracleGradientCase(GradientCase):
     @property
     def unused(self) -> frozenset[str]:
         """The trained parameters that the loss of some group does not depend on."""
-        return frozenset(name for name in self.trained if any(name not in part for part in self.shares))
+        return frozenset(name for name in self.analysis.oracle.trained if any(name not in part for part in self.shares))
 
     @cached_property
     def ranks_agree(self) -> bool:
@@ -304,7 +304,7 @@ class OracleGradientCase(GradientCase):
     def figures(self) -> dict[str, object]:
         return {
             **super().figures,
-            "rank": self.counterfactuals.analysis.replicas[self.rank][0],  # which has the samples of its whole replica
+            "rank": self.analysis.replicas[self.rank][0],  # which has the samples of its whole replica
             "scale": scale_text(self.step.scale or 1.0),
             "odd_factor": f"{self.pattern.odd_factor:.4g}",
             "batch_parts": self.batch_parts,

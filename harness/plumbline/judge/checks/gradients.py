@@ -16,7 +16,6 @@ from plumbline.core.numbers import x_noise
 from plumbline.core.outcome import Outcome
 from plumbline.evidence.trace import Tensors
 from plumbline.judge.causes.combinations import clip_limit_of, factor_between, fit_weights, flat, scaled, weighted
-from plumbline.judge.causes.counterfactuals import Counterfactuals
 from plumbline.judge.causes.oracle_gradient_case import OracleGradientCase, Pattern
 from plumbline.judge.causes.stage_pattern import StagePattern, ranks_in_words, stage_pattern
 from plumbline.judge.findings import TwoWayComparison, Vacuous, failed, with_error_grid
@@ -42,9 +41,8 @@ class OracleTruth(Truth[OracleGradientCase]):
 
     @cached_property
     def cases(self) -> Sequence[OracleGradientCase]:
-        counterfactuals = Counterfactuals(self.analysis)
         different = self.analysis.different_gradients
-        return [OracleGradientCase.of(counterfactuals, global_step.index, rank) for global_step, rank, _ in different]
+        return [OracleGradientCase(self.analysis, global_step.index, rank) for global_step, rank, _ in different]
 
     def compare(self) -> Finding:
         if not self.analysis.steps_taken:
@@ -274,7 +272,7 @@ def _stages(wrong: Sequence[OracleGradientCase]) -> StagePattern:
     first = wrong[0]
     if not first.in_stages:
         return StagePattern()
-    allowed = first.counterfactuals.analysis.allowed(first.limit)
+    allowed = first.analysis.allowed(first.limit)
     names = [name for name in first.held.holders if first.least_error(name) > allowed]
     return stage_pattern(first.held, names, [(one.expected.raw, one.observed) for one in wrong])
 
@@ -354,7 +352,7 @@ def _after_an_evaluation(case: OracleGradientCase) -> bool:
 
 
 def _place_in_epoch(case: OracleGradientCase) -> int:
-    return case.index % case.counterfactuals.steps_per_epoch
+    return case.index % case.analysis.epochs.windows
 
 
 OCCASIONS: dict[str, Callable[[OracleGradientCase], bool]] = {
@@ -370,12 +368,12 @@ OCCASIONS: dict[str, Callable[[OracleGradientCase], bool]] = {
     "in every step but the first": lambda case: case.index > 0,
     "in the first step of an epoch": lambda case: _place_in_epoch(case) == 0,
     "in every step of an epoch but its first": lambda case: _place_in_epoch(case) > 0,
-    "in the last step of an epoch": lambda case: _place_in_epoch(case) == case.counterfactuals.steps_per_epoch - 1,
-    "in the first epoch": lambda case: case.index < case.counterfactuals.steps_per_epoch,
-    "from the second epoch on": lambda case: case.index >= case.counterfactuals.steps_per_epoch,
+    "in the last step of an epoch": lambda case: _place_in_epoch(case) == case.analysis.epochs.windows - 1,
+    "in the first epoch": lambda case: case.index < case.analysis.epochs.windows,
+    "from the second epoch on": lambda case: case.index >= case.analysis.epochs.windows,
     "in every second step, starting with the first": lambda case: case.index % 2 == 0,
     "in every second step, starting with the second": lambda case: case.index % 2 == 1,
-    "after a skipped step": lambda case: case.index > 0 and case.counterfactuals.analysis.steps[case.index - 1].skipped,
+    "after a skipped step": lambda case: case.index > 0 and case.analysis.steps[case.index - 1].skipped,
 }
 """Properties of a step that do not depend on its gradient, in words, the specific before the general."""
 

@@ -51,10 +51,10 @@ def _unscaled_by_a_lowered_scale(case: OracleGradientCase) -> Gradients:
 
 
 def _infinities_zeroed(case: OracleGradientCase) -> Gradients:
-    counterfactuals = case.counterfactuals
-    if not counterfactuals.cell.arithmetic.scaled:
+    workload, cell = case.analysis.workload, case.analysis.cell
+    if not cell.arithmetic.scaled:
         return
-    oracle = Oracle(counterfactuals.workload, counterfactuals.cell.topology.devices, counterfactuals.cell.arithmetic)
+    oracle = Oracle(workload, cell.topology.devices, cell.arithmetic)
     oracle.load(case.ranks[0].before)
     rough = oracle.group_gradients(case.layout, case.step.scale or FIRST_SCALE)
     every = mean_gradient(rough)
@@ -118,16 +118,15 @@ def _rounded_on_the_way(case: OracleGradientCase) -> Gradients:
 
 
 def _rounded_inputs(case: OracleGradientCase) -> Gradients:
-    counterfactuals = case.counterfactuals
-    for name, column in counterfactuals.analysis.oracle.data.columns.items():
+    for name, column in case.analysis.oracle.data.columns.items():
         for dtype in (torch.bfloat16, torch.float16) if column.is_floating_point() else ():
             rounded = column.to(dtype).to(column.dtype)
-            yield from case.if_wrong(case.clipped(counterfactuals.with_column(case.index, name, rounded)))
+            yield from case.if_wrong(case.clipped(case.counterfactuals.with_column(case.index, name, rounded)))
 
 
 def _in_precision(case: OracleGradientCase, oracle: Oracle, scale: float = 1.0) -> Tensors:
     """Return the step's gradient as an oracle of another precision computes it."""
-    analysis = case.counterfactuals.analysis
+    analysis = case.analysis
     analysis.load_step(oracle, analysis.steps[case.index])
     return oracle.gradient(case.layout, scale)
 
@@ -140,7 +139,7 @@ def _lower_precision(case: OracleGradientCase) -> Gradients:
     prediction than from the right gradient. If all entries are float32 numbers, the gradient was computed in float32.
     If only the loss was computed in float32, each entry can be predicted.
     """
-    workload, cell = case.counterfactuals.workload, case.counterfactuals.cell
+    workload, cell = case.analysis.workload, case.analysis.cell
     devices = cell.topology.devices
     if cell.arithmetic.storage == "float64":
         # With several micro-batches, each loss is divided by their number either in float32 or later.
@@ -216,7 +215,7 @@ def _products_in_tf32(case: OracleGradientCase) -> Gradients:
 
     A value that is nearly half-way between two TF32 numbers can be rounded to either, so bits cannot be predicted.
     """
-    arithmetic = case.counterfactuals.cell.arithmetic
+    arithmetic = case.analysis.cell.arithmetic
     if arithmetic.storage != "float32" or arithmetic.autocast is not None:
         return
     error = total_distance(case.observed, case.expected.contract)

@@ -226,7 +226,7 @@ def _by_own_norms(norms: HeldNorms) -> Iterator[Tensors]:
 
 def _along_a_dimension(norms: HeldNorms) -> Iterator[Tensors]:
     """Predict that the ranks' squared norms are added along only some dimensions of the mesh."""
-    cell = norms.case.counterfactuals.cell
+    cell = norms.case.analysis.cell
     mesh = cell.parallelism.mesh(cell.topology)
     everyone = norms.held.siblings if norms.held.in_blocks else ()
     first = {rank: mesh.coordinates(rank) for rank in everyone}
@@ -241,7 +241,7 @@ def _squares_like(norms: HeldNorms, rank: int, siblings: Mapping[int, Mapping[st
     """Return a rank's squared norm; a rank of another replica has that of the corresponding sibling."""
     if rank in siblings:
         return norms.squared(rank)
-    cell = norms.case.counterfactuals.cell
+    cell = norms.case.analysis.cell
     along = cell.parallelism.mesh(cell.topology).coordinates(rank)
     shared = _varying(siblings)
     return next(

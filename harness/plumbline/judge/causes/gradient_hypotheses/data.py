@@ -32,13 +32,12 @@ def _of_other_samples(case: OracleGradientCase) -> Gradients:
 
     These are neighbours in the batch, the next rank's samples, or the samples of the rank's previous batch.
     """
-    counterfactuals, index = case.counterfactuals, case.index
     batches = _batches(case.layout)
-    before = counterfactuals.analysis.layouts.get(index - 1)
+    before = case.analysis.layouts.get(case.index - 1)
     if case.is_staged or not batches:
         return
     everyone = range(len(batches[0]))
-    columns = counterfactuals.analysis.oracle.data.columns
+    columns = case.analysis.oracle.data.columns
     for others in _taken_for(batches, _batches(before)[-1] if before else ()):
         for ranks in (everyone, *([rank] for rank in everyone if len(everyone) > 1)):
             own: list[int] = []
@@ -51,7 +50,7 @@ def _of_other_samples(case: OracleGradientCase) -> Gradients:
             for name in columns.keys() - {"index"} if own != found else ():
                 column = columns[name].clone()
                 column[own] = columns[name][found]
-                yield from case.if_wrong(case.clipped(counterfactuals.with_column(index, name, column)))
+                yield from case.if_wrong(case.clipped(case.counterfactuals.with_column(case.index, name, column)))
 
 
 Batch = Sequence[Sequence[int]]

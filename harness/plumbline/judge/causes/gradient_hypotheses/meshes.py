@@ -21,7 +21,7 @@ from plumbline.judge.truth import Combination, SomeParameters, Weight
 
 def _sizes(case: OracleGradientCase) -> list[int]:
     """Return the numbers of ranks that compute with the same samples: along each mesh dimension, and in total."""
-    cell = case.counterfactuals.cell
+    cell = case.analysis.cell
     if cell.parallelism.has_stages:
         return []
     ranks = cell.parallelism.replicas(cell.topology)[0]
@@ -42,7 +42,7 @@ def _partial_sums(case: OracleGradientCase) -> Gradients:
 
 
 def _shards_of_some_ranks(case: OracleGradientCase) -> Gradients:
-    held, cell = HeldParts(case), case.counterfactuals.cell
+    held, cell = HeldParts(case), case.analysis.cell
     mesh = cell.parallelism.mesh(cell.topology)
     if case.clip_norm is not None or not held.in_blocks or case.world == 1:
         return
@@ -71,15 +71,15 @@ def _some_tensors_scaled(case: OracleGradientCase) -> Gradients:
     """Predict one factor, a small integer or its inverse, for the tensors that it brings nearer to the observed."""
     if case.batch_parts > 1:  # hypotheses about pipeline stages are more specific
         return
-    for count in range(2, 2 * len(case.counterfactuals.analysis.recorded.ranks) + 1):
+    for count in range(2, 2 * len(case.analysis.recorded.ranks) + 1):
         for factor in (count, 1 / count):
             yield from case.with_nearer(scaled(factor, case.expected.raw))
 
 
 def _partly_averaged(case: OracleGradientCase) -> Gradients:
     """Predict that some micro-batches are averaged only over the ranks along some dimensions of the mesh."""
-    cell = case.counterfactuals.cell
-    mesh, analysis = cell.parallelism.mesh(cell.topology), case.counterfactuals.analysis
+    cell = case.analysis.cell
+    mesh, analysis = cell.parallelism.mesh(cell.topology), case.analysis
     if case.clip_norm is not None or case.world == 1 or case.micro_batches == 1:
         return
     for along in chain.from_iterable(combinations(mesh.names, count) for count in range(1, len(mesh.names))):
@@ -111,7 +111,7 @@ def _counted_again(case: OracleGradientCase) -> Gradients:
     raw = case.expected.raw
     divided = sum(norm(raw[name]) ** 2 for name in raw if held.blocks_of(name))
     whole = sum(norm(raw[name]) ** 2 for name in raw if not held.blocks_of(name))
-    ranks, siblings = len(case.counterfactuals.analysis.recorded.ranks), len(held.siblings)
+    ranks, siblings = len(case.analysis.recorded.ranks), len(held.siblings)
     for replicas in {1, ranks // siblings}:
         for copies in {1, siblings} | ({siblings * replicas} if replicas > 1 else set()):
             for times in {(replicas, copies), (replicas, replicas * copies)} - {(1, 1)}:
@@ -121,7 +121,7 @@ def _counted_again(case: OracleGradientCase) -> Gradients:
 
 def _places_of_ranks(case: OracleGradientCase, length: int) -> Iterator[list[list[Tensor]]]:
     """Yield the ways to divide a sequence: the places of each rank, piece by piece."""
-    every, pieces = torch.arange(length), case.counterfactuals.cell.parallelism.sequence_pieces or 1
+    every, pieces = torch.arange(length), case.analysis.cell.parallelism.sequence_pieces or 1
     for size in _sizes(case):
         for parts in (every.chunk(size * pieces), every.tensor_split(size * pieces)):
             if len(parts) != size * pieces:
@@ -130,7 +130,7 @@ def _places_of_ranks(case: OracleGradientCase, length: int) -> Iterator[list[lis
 
 
 def _masks(case: OracleGradientCase) -> Iterator[tuple[str, Tensor]]:
-    columns = case.counterfactuals.analysis.oracle.data.columns
+    columns = case.analysis.oracle.data.columns
     yield from ((name, column) for name, column in columns.items() if column.dtype == torch.bool and column.dim() == 2)
 
 
@@ -199,7 +199,7 @@ def _from_zero(way: str, count: int) -> Callable[[Tensor], Tensor]:
 
 def _positions_of_other_places(case: OracleGradientCase) -> Gradients:
     """Predict that each rank numbers its pieces as one run: from zero, or as if it had one contiguous part."""
-    for parts in ("from zero", "in order") if case.counterfactuals.cell.parallelism.sequence_pieces else ():
+    for parts in ("from zero", "in order") if case.analysis.cell.parallelism.sequence_pieces else ():
         yield from _with_positions(case, _in_one_run(case, parts == "from zero"))
 
 

@@ -23,7 +23,7 @@ def _numbers_of_samples(case: OracleGradientCase) -> Iterator[float]:
 
 
 def _short_batch(case: OracleGradientCase) -> Gradients:
-    workload, cell = case.counterfactuals.workload, case.counterfactuals.cell
+    workload, cell = case.analysis.workload, case.analysis.cell
     layout = case.layout
     full = workload.global_batch_size(cell.topology.devices) / case.world
     sizes = [[sum(map(len, group)) for group in groups] for groups in layout]
@@ -73,7 +73,7 @@ def _some_samples(case: OracleGradientCase) -> Gradients:
 
 def _weighted_in_some_tensors(case: OracleGradientCase) -> Gradients:
     """Fit the weight of each rank's gradient to the tensors that are not a multiple of the right ones."""
-    analysis, raw, factor = case.counterfactuals.analysis, case.expected.raw, case.common_factor
+    analysis, raw, factor = case.analysis, case.expected.raw, case.common_factor
     noise = {name: analysis.noise.at(name, unit) for name, unit in case.expected.units.items()}
     odd = [n for n in raw if distance(case.observed[n], factor * raw[n]) > analysis.limit * noise[n]]
     own_factors = {n: factor_between({n: raw[n]}, case.observed) for n in odd}
@@ -96,7 +96,7 @@ def _another_loss(case: OracleGradientCase) -> Gradients:
 
 
 def _mask_ignored(case: OracleGradientCase) -> Gradients:
-    for name, column in case.counterfactuals.analysis.oracle.data.columns.items():
+    for name, column in case.analysis.oracle.data.columns.items():
         if column.dtype == torch.bool and not bool(column.all()):
             counted = case.counterfactuals.with_column(case.index, name, torch.ones_like(column))
             yield case.clipped(counted)

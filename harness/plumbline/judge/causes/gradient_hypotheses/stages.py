@@ -114,7 +114,7 @@ def _stage_not_clipped(case: OracleGradientCase) -> Gradients:
 
 
 def _stage_wrong(case: OracleGradientCase) -> Gradients:
-    stages, analysis = case.pattern.stages, case.counterfactuals.analysis
+    stages, analysis = case.pattern.stages, case.analysis
     if not case.in_stages or not stages.in_part or case.clip_norm is not None:
         return
     rest = {name: right for name, right in case.expected.contract.items() if name not in stages.wrong}
@@ -199,7 +199,7 @@ def _layers(model: nn.Module) -> list[tuple[str, ...]]:
 
 def _numbers_of_ranks(case: OracleGradientCase) -> list[int]:
     """Return the numbers of ranks along each dimension of the mesh, and in total."""
-    cell = case.counterfactuals.cell
+    cell = case.analysis.cell
     mesh = cell.parallelism.mesh(cell.topology)
     return sorted({*mesh.shape, mesh.size} - {1})
 
@@ -231,7 +231,7 @@ def _through(factors: Sequence[float] | None) -> Callable[[OracleGradientCase], 
             return
         tried = factors or [factor for size in sizes for factor in (1 / size, float(size))]
         found = case.counterfactuals.found_on_the_way
-        model = case.counterfactuals.analysis.oracle.model
+        model = case.analysis.oracle.model
         ways = [(layers, factor) for factor in tried for layers in _layers(model)]
         is_lost = factors is not None
         for way in [found[is_lost]] if is_lost in found else ways:
@@ -254,7 +254,7 @@ def _biases(case: OracleGradientCase) -> Iterator[tuple[str, ...]]:
 
 def _bias_again(case: OracleGradientCase) -> Gradients:
     """Predict that biases are added once for each rank that computes with the same samples."""
-    cell, before = case.counterfactuals.cell, case.ranks[0].before
+    cell, before = case.analysis.cell, case.ranks[0].before
     sizes = {len(case.recorded), *_numbers_of_ranks(case)} - {1} if cell.parallelism.divides_layers else set()
     for size in sorted(sizes):
         for names in _biases(case):
