@@ -29,7 +29,7 @@ from plumbline.core.precision import PRECISIONS
 from plumbline.core.topology import Topology
 from plumbline.launch.pool import Pool
 from plumbline.own_workloads.load import use_workloads
-from plumbline.power.measure import KINDS, measure
+from plumbline.power import KINDS, measure
 from plumbline.workloads import WORKLOADS
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -11,7 +11,7 @@ import torch
 from staged_models import Problem
 from turns import Turn
 
-from plumbline.drawing.timeline import duration
+from plumbline.drawing import duration
 from plumbline.machine.hardware import cpu_model, usable_cores
 from plumbline.statistics.intervals import FigureInterval, figure_interval
 from plumbline.trainer.balanced.stage_plan import Balance, size

@@ -17,7 +17,7 @@ from plumbline.judge.checks.gradients import compare_gradients
 from plumbline.judge.checks.update import compare_updates
 from plumbline.judge.oracle.oracle import Oracle
 from plumbline.judge.trace_analysis import TraceAnalysis
-from plumbline.power.measure import (
+from plumbline.power import (
     KINDS,
     PRECISION,
     Place,

@@ -12,7 +12,7 @@ from plumbline.cli.arguments import at_least, declare, names, print_error
 from plumbline.core.errors import TROUBLE
 
 if TYPE_CHECKING:
-    from plumbline.power.measure import Power
+    from plumbline.power import Power
 
 
 def add_to(commands: Any) -> None:
@@ -41,7 +41,7 @@ def power(options: argparse.Namespace) -> int:
     """
     from plumbline.engine.subject_pools import open_subject
     from plumbline.planning.plan import Matrix, check_ranks
-    from plumbline.power.measure import NotRightError, cells_of, measure
+    from plumbline.power import NotRightError, cells_of, measure
 
     check_ranks(Matrix(options.gpus))
 

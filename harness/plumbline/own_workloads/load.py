@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from plumbline.core.cell import Cell
 from plumbline.core.errors import PlumblineError, SubjectError, WorkloadError
-from plumbline.user_code.user_module import (
+from plumbline.user_code import (
     headline,
     import_file,
     import_module,

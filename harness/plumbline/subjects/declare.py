@@ -15,7 +15,7 @@ from plumbline.core.precision import PRECISIONS
 from plumbline.core.software import Software
 from plumbline.core.training_behavior import EVERY_OTHER, ORDINARY, TrainingBehavior
 from plumbline.devices.types import accelerators
-from plumbline.user_code.user_module import sha256_of
+from plumbline.user_code import sha256_of
 
 CAPABILITIES = frozenset(
     {

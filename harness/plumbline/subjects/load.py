@@ -9,7 +9,7 @@ from pathlib import Path
 
 from plumbline.core.errors import PlanError, SubjectError
 from plumbline.subjects.declare import Subject
-from plumbline.user_code.user_module import import_file, import_module
+from plumbline.user_code import import_file, import_module
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Final
 from markupsafe import Markup
 
 from plumbline.core.numbers import compact, counted, x_noise
-from plumbline.drawing.timeline import Box, timeline
+from plumbline.drawing import Box, timeline
 from plumbline.report.tables.measured import MeasuredCell, has_several_subjects
 from plumbline.report.text import in_words, printable, shortened
 from plumbline.results.records import RankShares, Result, TimelineChunk

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any
 
-from plumbline.drawing.timeline import Box as DrawnBox
-from plumbline.drawing.timeline import duration, timeline
+from plumbline.drawing import Box as DrawnBox
+from plumbline.drawing import duration, timeline
 
 FORWARD, BACKWARD = "forward", "backward"
 

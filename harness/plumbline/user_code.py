@@ -32,7 +32,7 @@ _MACHINERY = tuple(
     for parts in (
         ("__init__.py",),
         ("subjects", "load.py"),
-        ("user_code", "user_module.py"),
+        ("user_code.py",),
         ("own_workloads", "load.py"),
         ("subjects", "declare.py"),
         ("subjects", "released.py"),

@@ -1,1 +1,0 @@
-"""Measures the smallest error that the judge detects, by injecting known errors into records of right trainings."""

@@ -1,1 +1,0 @@
-"""Users' files: importing them, and the tracebacks of what they raise."""
