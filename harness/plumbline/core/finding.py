@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -131,26 +131,6 @@ class AnyFinding(Protocol):
     def consequence_of(self) -> str | None: ...
 
 
-class AnyErrorGrid(Protocol):
-    """The attributes of an ``ErrorGrid`` of the judge and of a recorded run."""
-
-    @property
-    def parameters(self) -> tuple[str, ...]: ...
-    @property
-    def steps(self) -> tuple[int, ...]: ...
-    @property
-    def errors(self) -> tuple[tuple[float | None, ...], ...]: ...
-
-
-class SizedFinding(AnyFinding, Protocol):
-    """A finding with the errors of single parameters."""
-
-    @property
-    def parameters(self) -> Mapping[str, float] | tuple[tuple[str, float], ...]: ...
-    @property
-    def error_grid(self) -> AnyErrorGrid | None: ...
-
-
 F = TypeVar("F", bound=AnyFinding)
 
 
@@ -169,7 +149,7 @@ def in_reading_order(findings: Iterable[F]) -> list[F]:
     Bad findings that stand by themselves come first, then their consequences, then the others. Among these, non-finite
     weights come first, single steps before whole trainings, named causes before unknown ones, and then by ``ORDER``.
     """
-    return sorted(findings, key=_place)
+    return sorted(findings, key=_sort_key)
 
 
 def by_themselves(findings: Sequence[F]) -> list[F]:
@@ -192,7 +172,7 @@ def leaves_no_numbers(finding: AnyFinding) -> bool:
     return finding.cause in NOT_FINITE and finding.consequence_of is None
 
 
-def _place(finding: AnyFinding) -> tuple[bool, bool, bool, bool, bool, int]:
+def _sort_key(finding: AnyFinding) -> tuple[bool, bool, bool, bool, bool, int]:
     check = finding.check
     return (
         not finding.outcome.is_bad,

@@ -7,13 +7,16 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
-from plumbline.core.finding import SizedFinding
+from plumbline.core.finding import Finding
 from plumbline.core.titles import title_of
 from plumbline.machine.software import plumbline_version
 from plumbline.report.text import place_and_size, printable_lines
+
+if TYPE_CHECKING:
+    from plumbline.results.records import FindingRecord  # it needs pydantic
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Annotation:
 
 
 def annotate(
-    finding: SizedFinding,
+    finding: Finding | FindingRecord,
     message: str,
     *,
     rule: str,

@@ -7,10 +7,13 @@ import math
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from plumbline.core.finding import AnyFinding, SizedFinding
+from plumbline.core.finding import AnyFinding, Finding
 from plumbline.core.numbers import compact, x_noise
+
+if TYPE_CHECKING:
+    from plumbline.results.records import FindingRecord  # it needs pydantic
 
 _TERMINAL_SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 # Control characters, invisible formatting (which can reverse the direction of text) and what UTF-8 cannot encode.
@@ -168,7 +171,7 @@ def location(finding: AnyFinding) -> list[str]:
     return [f"{name} {printable(str(value))}" for name, value in where.items() if value is not None]
 
 
-def place_and_size(finding: SizedFinding, limit: str = "") -> str:
+def place_and_size(finding: Finding | FindingRecord, limit: str = "") -> str:
     """Return where and how large: ``step 0, rank 1, parameter head.weight, 57 × noise``; "" if neither is known.
 
     The place is the first one. If the largest error is elsewhere, it follows with its own place. ``limit`` is appended

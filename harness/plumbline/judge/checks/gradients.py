@@ -105,8 +105,6 @@ class OracleTruth(Truth[OracleGradientCase]):
 class _OracleEvidence(GradientEvidence[OracleGradientCase]):
     """``every`` has the wrong and the right gradients of all steps that can be predicted."""
 
-    wrong: Sequence[OracleGradientCase]
-    right: Sequence[OracleGradientCase] = ()
     every: Sequence[OracleGradientCase] = ()
 
     @classmethod
