@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import psutil
 
+from plumbline.devices.host_memory import free_bytes_of_host
 from plumbline.machine.software import command_output
 
 _GPU_FIGURES = {
@@ -54,9 +55,8 @@ def usable_cores() -> int | None:
 
 def memory_left() -> int:
     """Return how many bytes further processes can use, within the machine's memory and the container's limit."""
-    available = int(psutil.virtual_memory().available)
-    limit, used = cgroup_number("memory.max"), cgroup_number("memory.current")
-    return available if limit is None or used is None else min(available, max(0, limit - used))
+    free = free_bytes_of_host()
+    return int(psutil.virtual_memory().available) if free is None else max(0, free)
 
 
 def cgroup_number(name: str) -> int | None:
