@@ -7,8 +7,8 @@ import os
 import pytest
 
 from plumbline.core.errors import LaunchError, PlanError
-from plumbline.launch import rank_limits
-from plumbline.launch.rank_limits import why_too_many
+from plumbline.launch import this_machine
+from plumbline.launch.this_machine import why_too_many
 from plumbline.planning.devices import parse_mesh
 from plumbline.planning.plan import Matrix, check_ranks
 from plumbline.ranks.run import run_on_ranks
@@ -19,8 +19,8 @@ GIB = 1 << 30
 @pytest.fixture
 def machine(monkeypatch):
     def of(free, processes=None):
-        monkeypatch.setattr(rank_limits, "free_bytes_of_host", lambda: free)
-        monkeypatch.setattr(rank_limits, "_processes_left", lambda: processes)
+        monkeypatch.setattr(this_machine, "free_bytes_of_host", lambda: free)
+        monkeypatch.setattr(this_machine, "_processes_left", lambda: processes)
 
     return of
 

@@ -1,10 +1,11 @@
-"""Environment variables, rendezvous, devices and addresses of the machine that launches."""
+"""The machine that launches: environment variables, rendezvous, devices and addresses, and how many ranks it holds."""
 
 from __future__ import annotations
 
 import os
 import socket
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from plumbline.core.cell import Cell
 from plumbline.core.errors import LaunchError
 from plumbline.devices.counting import count, only, visible_names
+from plumbline.devices.host_memory import free_bytes_of_host
 from plumbline.devices.types import device_type
 
 AGENT_STORE = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -134,3 +136,48 @@ def _device_name(accelerator: str, index: int) -> str:
         return f"GPU {uuid}"
     named = visible_names(accelerator)
     return f"{'GPU' if on_cuda else device_type(accelerator).label} {named[index].strip() if named else index}"
+
+
+LEAST_BYTES = 6 << 20
+"""Memory that a rank has for itself, at least: one that is forked, joins a group over gloo and reduces a single tensor
+has 6.0 to 6.3 MiB (Linux, torch 2.13, 2 to 24 ranks). It only refuses what cannot work: ranks that train need more."""
+
+_GIB = 1 << 30
+
+
+def why_too_many(ranks: int) -> str:
+    """Return why this machine cannot hold so many ranks, in a sentence; "" if it may."""
+    free, most = free_bytes_of_host(), _processes_left()
+    if most is not None and ranks > most:
+        return f"{ranks} ranks need {ranks} processes, and this machine allows at most {most}: use fewer"
+    needed = ranks * LEAST_BYTES
+    if free is not None and needed > free:
+        return (
+            f"{ranks} ranks need about {_gib(needed)} GiB of memory, and this machine has {_gib(free)} GiB free: use "
+            "fewer"
+        )
+    return ""
+
+
+def _gib(size: int) -> str:
+    return f"{size / _GIB:,.0f}" if size >= 10 * _GIB else f"{size / _GIB:.1f}"
+
+
+def _processes_left() -> int | None:
+    """Return how many processes can be started at most; None if this is unknown. Running ones count where possible."""
+    limits = [_number("/proc/sys/kernel/pid_max")]
+    if (most := _number("/sys/fs/cgroup/pids.max")) is not None:
+        limits.append(most - (_number("/sys/fs/cgroup/pids.current") or 0))
+    if hasattr(os, "geteuid") and os.geteuid() != 0:  # the limit does not apply to root
+        import resource
+
+        soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+        limits.append(None if soft == resource.RLIM_INFINITY else soft)
+    return min((one for one in limits if one is not None), default=None)
+
+
+def _number(file: str) -> int | None:
+    try:
+        return int(Path(file).read_text(encoding="ascii"))
+    except (OSError, ValueError):  # another system, or "max": no limit
+        return None

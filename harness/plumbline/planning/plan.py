@@ -17,7 +17,7 @@ from plumbline.core.precision import PRECISIONS
 from plumbline.core.topology import Topology
 from plumbline.core.training_behavior import ORDINARY, TrainingBehavior, of_accelerator
 from plumbline.devices.types import backend_of, device_type
-from plumbline.launch.rank_limits import why_too_many
+from plumbline.launch.this_machine import why_too_many
 from plumbline.planning.declaration import Declaration, Refusal
 from plumbline.planning.devices import MeshChoice
 from plumbline.results.records import PERFORMANCE

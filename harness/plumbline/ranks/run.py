@@ -14,7 +14,7 @@ from multiprocessing import Pipe
 from typing import Any
 
 from plumbline.core.errors import LaunchError
-from plumbline.launch.rank_limits import why_too_many
+from plumbline.launch.this_machine import why_too_many
 from plumbline.ranks.rank_main import RankEnd, RankReport, Terminal
 from plumbline.ranks.supervisor import Order, supervise
 from plumbline.ranks.world import World
