@@ -66,7 +66,7 @@ def rejudge(run: Run, workloads: Sequence[str] = ()) -> list[Rejudged]:
 def _rejudge(planned: PlannedCell, run: Run, evidence: Path, seed: int | None, missing: str | None = None) -> Rejudged:
     recorded = tuple(result for result in run.results if result.coordinates == planned.coordinates)
     cell = Cell(
-        planned.subject, planned.workload, planned.backend, Topology.parse(planned.place), planned.precision,
+        planned.subject, planned.workload, planned.backend, Topology.parse(planned.topology), planned.precision,
         planned.accelerator, seed,
     )  # fmt: skip
     if missing is not None:

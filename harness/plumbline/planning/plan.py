@@ -102,8 +102,8 @@ def is_sampled_precision(
     These cells have the workloads that name the precision, on one topology with several devices per backend.
     """
     small = [t for t in planned if t.num_nodes == 1 and t.gpus <= 3]
-    place = small[-1] if backend.smallest in small else backend.smallest
-    return precision in workload.precisions and topology == place and topology.devices > 1
+    chosen = small[-1] if backend.smallest in small else backend.smallest
+    return precision in workload.precisions and topology == chosen and topology.devices > 1
 
 
 def _narrow(backend: Backend, small: Sequence[Topology], stages_per_rank: int) -> set[Topology]:
@@ -133,18 +133,18 @@ def _is_worth_timing(
         return False
     if workload.backends is not None and backend.name not in workload.backends:
         return False
-    places = [place for place in _timed(workload, backend, planned) if backend.fits(place)]
-    return topology in (places if precision == workload.precisions[0] else places[:1])
+    timed = [one for one in _timed(workload, backend, planned) if backend.fits(one)]
+    return topology in (timed if precision == workload.precisions[0] else timed[:1])
 
 
 def _timed(workload: PerformanceWorkload, backend: Backend, planned: Sequence[Topology]) -> list[Topology]:
     single = [t for t in planned if t.num_nodes == 1]
     largest = max(t.gpus for t in single)
-    places = [t for t in single if t.gpus == largest or t.gpus & (t.gpus - 1) == 0]
+    timed = [t for t in single if t.gpus == largest or t.gpus & (t.gpus - 1) == 0]
     if backend.name in workload.on_nodes:
         several = [t for t in planned if t.num_nodes > 1 and t.gpus > 1]
-        places += sorted(several, key=lambda t: (t.devices, t.gpus))[-1:]
-    return places
+        timed += sorted(several, key=lambda t: (t.devices, t.gpus))[-1:]
+    return timed
 
 
 SMOKE_PRECISION = "32"
@@ -183,7 +183,7 @@ class Matrix:
             return self._topologies_of(self.meshes)
         return topologies(self.gpus, self.nodes)
 
-    def places(self, backend: Backend) -> list[Topology]:
+    def topologies_for(self, backend: Backend) -> list[Topology]:
         if not self.meshes:
             return list(filter(backend.fits, self.topologies))
         return self._topologies_of(mesh for mesh in self.meshes if mesh.backend == backend.name)
@@ -264,11 +264,11 @@ def plan(matrix: Matrix, subjects: Sequence[Declaration], among: Mapping[str, Wo
     _refuse_namesakes(subjects)
     sizes = matrix.topologies
     names = dict.fromkeys(declared.name for declared in subjects)
-    places = {backend.name: matrix.places(backend) for backend in backends}
+    fitting = {backend.name: matrix.topologies_for(backend) for backend in backends}
     planned = []
     for topology, name, backend in product(sizes, names, backends):
         declared = declared_for(name, backend.name, subjects)
-        if topology not in places[backend.name] or not matrix.includes(backend, declared):
+        if topology not in fitting[backend.name] or not matrix.includes(backend, declared):
             continue
         sampled = backend.sampled and not matrix.meshes and backend.name not in (matrix.backends or ())
         for workload, precision in product(workloads, matrix.precisions_for(declared)):

@@ -74,7 +74,7 @@ class CellRecord(Record):
     mesh: Text = ""
 
     @property
-    def place(self) -> str:
+    def topology(self) -> str:
         return f"{self.num_nodes}x{self.gpus}@{self.mesh}" if self.mesh else f"{self.num_nodes}x{self.gpus}"
 
     @property

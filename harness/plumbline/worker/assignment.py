@@ -46,6 +46,11 @@ class Assignment:
     whole_node: bool = False
 
     @property
+    def ids(self) -> dict[str, int]:
+        """The numbers by which events name this rank of this launch."""
+        return {"launch": self.launch, "rank": self.rank}
+
+    @property
     def processes_per_node(self) -> int:
         return self.cell.parallelism.processes_per_node(self.cell.topology)
 

@@ -67,12 +67,11 @@ def run(
         )
         recorder.install()
         file = RankFile(assignment.evidence, lambda: recorder.trace(assignment.rank))
-        place = {"launch": assignment.launch, "rank": assignment.rank}
 
         def write_so_far() -> None:
             if recorder.steps:
                 file.write_so_far()
-                announce({"event": "so_far", **place})
+                announce({"event": "so_far", **assignment.ids})
 
         def before_destruction() -> None:
             with suppress(OSError):  # writing the whole evidence later will report the error
@@ -85,9 +84,9 @@ def run(
         try:
             file.finish(recorder.trace(assignment.rank, raised))
         except OSError as error:
-            announce({"event": "unwritten", **place, "why": str(error)[:300]})
+            announce({"event": "unwritten", **assignment.ids, "why": str(error)[:300]})
             raise
-        announce({"event": "evidence", **place})
+        announce({"event": "evidence", **assignment.ids})
         return 0 if raised is None else 1
 
     exit_after(record_training)
@@ -170,17 +169,16 @@ def lead_node(
         _announce_ends_of_children(assignment, announce)
         here = lead(assignment, address)
         raised = call_subject(subject, here.job)
-        place = {"launch": assignment.launch, "rank": assignment.rank}
         if here.recorder.steps:
             here.write_evidence(raised)
         else:
             write_rank(assignment.returned, here.recorder.trace(assignment.rank, raised))
         if raised is not None:
-            announce({"event": "raised", **place})
+            announce({"event": "raised", **assignment.ids})
         # Wait for the remaining children, as every Python program does at its end.
         exit_function: Callable[[], None] = multiprocessing.util._exit_function  # type: ignore[attr-defined]
         exit_function()
-        announce({"event": "evidence", **place})
+        announce({"event": "evidence", **assignment.ids})
         return 0 if raised is None else 1
 
     exit_after(train)
@@ -194,9 +192,7 @@ def _announce_ends_of_children(assignment: Assignment, announce: Callable[[dict[
         ended, status = waitpid(pid, options)
         if ended and os.getpid() == first:
             code = os.waitstatus_to_exitcode(status)
-            announce(
-                {"event": "reaped", "launch": assignment.launch, "rank": assignment.rank, "pid": ended, "code": code}
-            )
+            announce({"event": "reaped", **assignment.ids, "pid": ended, "code": code})
         return ended, status
 
     os.waitpid = announcing

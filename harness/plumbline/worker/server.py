@@ -77,7 +77,7 @@ class ForkedRank:
         )
 
     @property
-    def place(self) -> dict[str, int]:
+    def ids(self) -> dict[str, int]:
         return {"launch": self.launch, "rank": self.rank}
 
     @property
@@ -205,7 +205,7 @@ class Server:
             return
         below = [child.pid for child in self._registry.below(pid)] if self._registry else []
         stopped = is_stopped(pid)
-        self._announce({"event": "late", **process.place, "steps": process.steps, "stopped": stopped})
+        self._announce({"event": "late", **process.ids, "steps": process.steps, "stopped": stopped})
         request = () if REQUEST is None else (REQUEST,)
         for one in (*below, pid):
             for sent in (number, *request, signal.SIGCONT):
@@ -263,7 +263,7 @@ class Server:
             process = self._ranks.pop(pid)
             event = {
                 "event": "exit",
-                **process.place,
+                **process.ids,
                 "code": os.waitstatus_to_exitcode(status),
                 "steps": process.steps,
                 # A rank that has closed its descriptors cannot announce its evidence.
@@ -296,7 +296,7 @@ class Server:
         self._announce(
             {
                 "event": "gone" if ended else "left",
-                **above.place,
+                **above.ids,
                 **{name: getattr(child, name) for name in ("pid", "failed", "idle", "steps", "killed", "unwritten")},
                 "as": child.rank,
                 "trace": child.evidence,

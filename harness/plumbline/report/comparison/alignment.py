@@ -113,7 +113,7 @@ def cell_records(run: Run) -> pd.DataFrame:
     rows = [
         {
             **key._asdict(),
-            "topology": cell.place,
+            "topology": cell.topology,
             "nodes": counted(cell.num_nodes, "node"),
             "records": CellRecords(tuple(results.get(key, ())), tuple(measurements.get(key, ())), key == run.cut_short),
         }
