@@ -23,6 +23,8 @@ class Outcome(str, Enum):
     TIMED_OUT = "timed_out"
     CRASHED = "crashed"
 
+    __str__ = str.__str__  # the value, as in StrEnum of Python 3.11
+
     @property
     def is_bad(self) -> bool:
         return self in (Outcome.FAILED, Outcome.ERRORED, Outcome.TIMED_OUT, Outcome.CRASHED)

@@ -91,9 +91,8 @@ class ConformanceCase:
 
     def _end(self, results: Sequence[Result], *, recorded: bool) -> None:
         end = ending(results)
-        word = end.value if isinstance(end, Outcome) else end
         results = in_reading_order(results)
-        attach_outcome(self._item, word)
+        attach_outcome(self._item, str(end))
         attach_properties(self._item, results)
         if not recorded:
             # Measurements come first: a cell is complete when its last result has been written.
@@ -107,7 +106,7 @@ class ConformanceCase:
             first = next((result for result in results if is_wrong(result)), None)
             cause = "" if first is None or is_unexplained(first) else f": {first.check}: {first.cause}"
             # pytest's short summary shows only the first line.
-            head = f"{self._planned.cell.id} {word}{', as recorded before' if recorded else ''}{cause}"
+            head = f"{self._planned.cell.id} {end}{', as recorded before' if recorded else ''}{cause}"
             # A subject's text may contain control characters.
             text = printable_lines("\n".join([head, *paragraphs, f"reproduce: {results[0].reproduce}"]))
             pytest.fail(text, pytrace=False)

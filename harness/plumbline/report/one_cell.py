@@ -68,7 +68,7 @@ def cell_outcomes(run: Run) -> dict[str, str]:
     for cell, found in results.items():
         end = ending(found)
         if end is not Outcome.PASSED:
-            measured[cell] = str(getattr(end, "value", end))
+            measured[cell] = str(end)
     missing = {one.cell: MISSING for one in run.header.planned if one.cell not in outcomes | measured}
     return {**outcomes, **measured, **missing}
 
@@ -111,7 +111,7 @@ def _head(run: Run, cell: CellRecord, results: Sequence[Result]) -> Iterator[Ren
     if results:
         end = ending(results)
         timed = end is Outcome.PASSED and all(one.check == PERFORMANCE for one in results)
-        word = "measured" if timed else (end.value if isinstance(end, Outcome) else end).replace("_", " ")
+        word = "measured" if timed else str(end).replace("_", " ")
     elif any(one.cell == cell.cell for one in run.measurements):
         word = "measured"
     yield Text.assemble(

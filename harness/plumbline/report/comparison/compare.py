@@ -82,7 +82,7 @@ def cell_end(cell: alignment.CellRecords | None) -> CellEnd:
         return CellEnd(MEASURED, Level.PASSED)
     if end is None or (cell.cut_short and level is not Level.BAD):
         return CellEnd(MISSING, None)
-    word = str(getattr(end, "value", end)).replace("_", " ")
+    word = str(end).replace("_", " ")
     wrong = frozenset(result.check for result in cell.results if result.outcome.is_bad and not result.is_known)
     return CellEnd(word, level, wrong)
 

@@ -28,7 +28,7 @@ LONGEST_MESSAGE: Final = 600
 
 
 @dataclass(frozen=True)
-class CellEnd:
+class CellOutcome:
     """How a cell ended: its outcome, the cause if known, and whether it needs action."""
 
     outcome: str
@@ -45,7 +45,7 @@ class CellEnd:
 class Span:
     """Consecutive runs in which a cell ended the same way; message and command are from the first finding."""
 
-    end: CellEnd
+    end: CellOutcome
     runs: tuple[Run, ...]
     message: str
     reproduce: str
@@ -86,22 +86,22 @@ def is_examined(history: CellHistory) -> bool:
     return history.now.end.outcome not in DECLINED
 
 
-def _end(results: Sequence[Result]) -> CellEnd:
+def _end(results: Sequence[Result]) -> CellOutcome:
     end = ending(results)
-    outcome = end.value if isinstance(end, Outcome) else end
+    outcome = str(end)
     first = next((result for result in results if is_wrong(result)), None)
     if first is None and outcome == KNOWN:
         first = next(result for result in results if result.is_known)
     cause = None if first is None or is_unexplained(first) else first.cause
     is_bad = isinstance(end, Outcome) and end.is_bad
-    return CellEnd(outcome, cause, outcome == UNEXPECTED_PASS or is_bad)
+    return CellOutcome(outcome, cause, outcome == UNEXPECTED_PASS or is_bad)
 
 
 Key = tuple[Coordinates, str, "int | None", str, ComparabilityKey]
 
 
 @dataclass(frozen=True)
-class FigureChange:
+class LevelChange:
     """The level of a figure from point ``index`` on; ``worse`` is None where neither direction is better."""
 
     index: int
@@ -122,7 +122,7 @@ class FigureHistory:
     rank: int | None
     machine: ComparabilityKey
     points: tuple[tuple[Run, Measurement], ...]
-    changes: tuple[FigureChange, ...]
+    changes: tuple[LevelChange, ...]
 
 
 def figure_histories(runs: Sequence[Run]) -> list[FigureHistory]:
@@ -144,11 +144,11 @@ def figure_histories(runs: Sequence[Run]) -> list[FigureHistory]:
     ]  # fmt: skip
 
 
-def _change(one: Measurement, point: ChangePoint) -> FigureChange:
+def _change(one: Measurement, point: ChangePoint) -> LevelChange:
     scale, mean = scale_of(one.unit), point.difference.mean
     change, low, high = map(scale.change, (mean, *point.difference.interval))
     worse = None if one.better is None else (mean < 0) is (one.better == "higher")
-    return FigureChange(point.index, change, low, high, scale.unit, worse)
+    return LevelChange(point.index, change, low, high, scale.unit, worse)
 
 
 def _series(points: Sequence[tuple[Run, Measurement]]) -> Series:
@@ -313,7 +313,7 @@ def _of_cell(cell: CellHistory, before: Span, after: Span) -> Change:
     return Change(kind, sentence, ((cell.cell, anchor(cell.cell)),), *told)
 
 
-def _of_figure(figure: FigureHistory, change: FigureChange) -> Change:
+def _of_figure(figure: FigureHistory, change: LevelChange) -> Change:
     kind: Kind = "other" if change.worse is None else "worse" if change.worse else "better"
     rank = [] if figure.rank is None else [figure.rank]
     of = f" of rank {figure.rank}" if rank else ""
@@ -325,7 +325,7 @@ def anchor(*words: object) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(map(str, words)))
 
 
-def in_words(change: FigureChange) -> str:
+def in_words(change: LevelChange) -> str:
     factor = 1.0 if not change.unit else 100.0
     values = (change.change, *sorted((change.low, change.high)))
     change_, low, high = (f"{'−' if one < 0 else '+'}{digits(abs(one * factor))}" for one in values)

@@ -97,7 +97,7 @@ def cell_table(run: Run) -> pd.DataFrame:
             (
                 cell.cell,
                 *key,
-                getattr(end, "value", end),
+                str(end),
                 has_failed,
                 max(errors, default=None),
                 max(seconds, default=None),
