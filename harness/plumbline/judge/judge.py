@@ -51,7 +51,7 @@ def run_check(name: str, check: Check, evidence: TrainingRecord) -> Iterator[Fin
 
 @dataclass(frozen=True)
 class Kind:
-    """How recordings of one kind are judged, besides their checks.
+    """How trainings of one kind are judged, besides their checks.
 
     ``rules`` and ``same_cause`` are arguments of ``mark_consequences``. ``run`` returns the findings.
     """
@@ -128,4 +128,4 @@ def _before(step: int, finding: Finding, until: TraceAnalysis) -> Finding:
 
 
 KINDS: dict[type, Kind] = {TraceAnalysis: Kind(RULES, same_cause=True, run=_of_subject)}
-"""The kinds of recordings that can be judged; ``plumbline.check.judge`` adds recordings of scripts."""
+"""The kinds of trainings that can be judged; ``plumbline.check.judge`` adds those of scripts."""

@@ -235,14 +235,14 @@ class Session:
         self.run_on_disk.finish(exitstatus)
 
     def pytest_terminal_summary(self, terminalreporter: Any, exitstatus: int) -> None:
-        write, recording = terminalreporter.write_line, self.run_on_disk
-        undeclared = recording.undeclared
-        if recording.path is None:
+        write, path = terminalreporter.write_line, self.run_on_disk.path
+        undeclared = self.run_on_disk.undeclared
+        if path is None:
             if undeclared:
                 write(nothing_to_run(undeclared))
             return
         width = max(72 if terminalreporter.isatty() else 100, shutil.get_terminal_size((100, 24)).columns)
-        run = read_run(recording.path)
+        run = read_run(path)
         tables: dict[str, Callable[..., str]] = {"speed": speed_for_terminal}
         if not all(cell.measured for cell in run.header.planned):
             every = self.options.show_unsupported
@@ -253,11 +253,11 @@ class Session:
                 write(lines)
         if undeclared:
             write(_count(undeclared))
-        write(f"report: {recording.path / 'report.html'}")
+        write(f"report: {path / 'report.html'}")
         if exitstatus == pytest.ExitCode.INTERRUPTED and run.missing:
             done = len(run.header.planned) - len(run.missing)
             write(f"interrupted after {done} of {len(run.header.planned)} cells; resume with:")
-            write(f"  {recording.resume_command}")
+            write(f"  {self.run_on_disk.resume_command}")
 
     def upcoming_cells(self) -> list[Planned]:
         """Return the cells of the next tests that have to be trained."""

@@ -1,4 +1,4 @@
-"""A process of a node whose subject starts its ranks itself: it joins the recording, and writes its evidence.
+"""A process of a node whose subject starts its ranks itself: it joins the launch, and writes its evidence.
 
 The first process of a node calls the subject, and sets an environment variable through which the others join: forked
 processes after the fork, spawned ones when they unpickle the job or its model, scripts when they call ``current_job``.
@@ -45,7 +45,7 @@ _current: NodeMember | None = None
 
 
 def current_member() -> NodeMember:
-    """Return the member for this process; join the recording if this process has not joined yet."""
+    """Return the member for this process; join the launch if this process has not joined yet."""
     global _current
     if _current is None:
         if VARIABLE not in os.environ:
@@ -137,7 +137,7 @@ class NodeMember:
 
     @classmethod
     def of_child(cls, values: dict[str, Any]) -> NodeMember:
-        """Join the recording in a process that was not forked from the one that started it."""
+        """Join the launch in a process that was not forked from the one that started it."""
         assignment = Assignment.from_json(values["assignment"])
         if "RANK" in os.environ:
             assignment = assignment.as_rank(int(os.environ["RANK"]))
@@ -256,7 +256,7 @@ class NodeMember:
             os._exit(self._code)
 
     def _join(self) -> None:
-        """Join the recording in a process of multiprocessing, or in a script."""
+        """Join the launch in a process of multiprocessing, or in a script."""
         process = multiprocessing.current_process()
         self._direct = os.getppid() == self._first
         # While a spawned process unpickles its target, only its name contains its number.

@@ -34,7 +34,7 @@ _current: Job | None = None
 def current_job() -> Job:
     """Return the job of this process, for scripts, which do not get it as an argument.
 
-    A process that the subject has started joins the recording of its node here, if it has not joined yet.
+    A process that the subject has started joins the launch of its node here, if it has not joined yet.
 
     Raises:
         RuntimeError: Neither Plumbline nor a subject under test has started this process.

@@ -1,8 +1,8 @@
 """Finds ranks that share their parameters' memory, so that each rank's steps also move the other ranks' weights.
 
 Each rank makes the right update, which is applied on all ranks: at once, late, or to a part of a tensor. In any order,
-every weight moves by a whole number of right updates between two recordings, and over the whole training by the updates
-of all ranks.
+every weight moves by a whole number of right updates between two recorded steps, and over the whole training by the
+updates of all ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ This is a chosen number: it decides which weights, of those known to be wrong, a
 
 @dataclass(frozen=True, eq=False)
 class _Move:
-    """The weights at two consecutive recordings, the right update between them, and the update of the step before.
+    """The weights at two consecutive recorded steps, the right update between them, and the update of the step before.
 
     ``between_steps``: no optimizer of this rank stepped in between.
     """
