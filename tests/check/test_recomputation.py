@@ -16,6 +16,7 @@ from plumbline.check.evidence.training import BackwardPass, Parameter, RecordedR
 from plumbline.check.judge.recomputation import judge_recomputation
 from plumbline.check.verdict.verdict import Answer, answer_of
 from plumbline.core.outcome import Outcome
+from plumbline.recording.rehearsal import is_rehearsal
 from plumbline.replay.checkpointing import without_checkpoints
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -273,6 +274,39 @@ def test_gradients_that_hooks_change_are_not_judged_where_a_checkpoint_is_wrong(
     (left_out,) = checked.trainings[0].coverage.replays.left_out
     assert "hooks" in left_out.why
     assert answer_of(checked.trainings[0]) is Answer.NOT_JUDGED
+
+
+class Penalised(nn.Module):
+    """Holds a loss, and counts its forwards that are not replays."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.penalty, self.forwards = nn.Linear(8, 8), None, []
+
+    def forward(self, x):
+        if not is_rehearsal():
+            self.forwards.append(1)
+        x = self.layer(x)
+        self.penalty = (x.detach() * x).mean()
+        return x
+
+
+def penalised():
+    torch.manual_seed(0)
+    model = Net(Penalised)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = cross_entropy(model(torch.randn(16, 6)), torch.randint(3, (16,)))
+        (loss + sum(block.penalty for block in model.blocks)).backward()
+        optimizer.step()
+    return len(model.blocks[0].forwards)
+
+
+def test_reading_the_graph_of_a_loss_recomputes_no_checkpoint(plumbline):
+    checked, _ = found(plumbline, penalised)
+    assert checked.values == [penalised()]
+    assert not [one.message for one in checked.findings if "no recorded backward pass uses" in one.message]
 
 
 @KINDS

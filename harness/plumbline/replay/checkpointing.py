@@ -1,4 +1,4 @@
-"""Replays without activation checkpoints: the backward pass uses the forward's tensors, not recomputed ones."""
+"""Work without recomputing activation checkpoints: replays that save every tensor, and readers of the graph."""
 
 from __future__ import annotations
 
@@ -7,6 +7,38 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch.utils.checkpoint
+
+
+_readers = 0
+"""How many ``nothing_recomputed`` blocks are open."""
+
+
+class NotSavedError(AttributeError):
+    """A node has no saved tensor, because a checkpoint would have to run its forward again for it."""
+
+
+@contextmanager
+def nothing_recomputed() -> Iterator[None]:
+    """Raise ``NotSavedError`` if code that only looks at the graph reads a tensor that a checkpoint recomputes.
+
+    Each read would otherwise run the forward again, and with it whatever the forward changes, such as counters.
+    """
+    global _readers
+    _readers += 1
+    try:
+        yield
+    finally:
+        _readers -= 1
+
+
+def refuse_readers() -> None:
+    """Raise if the graph is only looked at.
+
+    Raises:
+        NotSavedError: inside of ``nothing_recomputed``.
+    """
+    if _readers:
+        raise NotSavedError("a checkpoint recomputes this tensor")
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from plumbline.recording.observer import Observers
 from plumbline.recording.parameter_names import ParameterNames
 from plumbline.recording.parameters import parameters_of
 from plumbline.recording.sharding import arrival_leaves, is_flat
+from plumbline.replay.checkpointing import nothing_recomputed
 from plumbline.replay.exact_gradients import ExactGradients, ExactPass
 from plumbline.replay.precision import ReplayPrecision
 from plumbline.replay.reasons import OUTSIDE
@@ -165,7 +166,8 @@ class TrainingPasses:
         one.facts["is_inner"] = not any(map(is_number, roots))
         every = list(self._optimizers.parameters())
         one.written = dict(zip(map(id, every), written(every), strict=True))
-        self._observers.tell(lambda observer: observer.backward_begins(one.number, roots))
+        with nothing_recomputed():
+            self._observers.tell(lambda observer: observer.backward_begins(one.number, roots))
 
     def _pass_ends(self, one: ArrivedGradients) -> None:
         if self._following:

@@ -149,7 +149,8 @@ class LossTerms:
         levels.append((node, output))
         # Factors of the terms, such as advantages, may leave some out unless a mask did so before.
         if masked >= 0 or not name.startswith(("MulBackward", "DivBackward")):
-            sure = name[-1].isdigit() and (masked >= 0 or name.startswith(_EACH_COUNTS)) and not hides_a_mask(node)
+            sure = name[-1].isdigit() and (masked >= 0 or name.startswith(_EACH_COUNTS))
+            sure = sure and attempt(hides_a_mask, node) is False
             for one, place in levels[max(masked, 0) :]:
                 summary: Facts = {"sure": sure, "scaled": attempt(inner_constant, node) not in (1.0, None)}
                 term.levels.append(summary)
@@ -223,7 +224,7 @@ def _returned_as(node: Any, output: int) -> str | None:
 def _scalar(node: Any, name: str) -> float | None:
     try:
         return constant_of(node, name)
-    except UnknownWeightError:
+    except (UnknownWeightError, AttributeError):
         return None
 
 

@@ -23,6 +23,7 @@ from plumbline.recording.patching import attempt, replace, wrap
 from plumbline.recording.sharding import local
 from plumbline.replay import agreement
 from plumbline.replay.call import SAMPLE
+from plumbline.replay.checkpointing import refuse_readers
 from plumbline.replay.nested import tensors_in
 
 NAME = "recomputation"
@@ -128,11 +129,15 @@ class RecomputationObserver(Observer):
 
     def _follow(self, hook: Any, frame: Any) -> None:
         region = frame.plumbline_region = _Region(self._modes)
-        pack, recompute = hook.pack_hook, frame.recompute_fn
+        pack, unpack, recompute = hook.pack_hook, hook.unpack_hook, frame.recompute_fn
 
         def noting_pack(tensor: Tensor) -> Any:
             region.saved.append(attempt(self._sampled, tensor))
             return pack(tensor)
+
+        def guarded_unpack(packed: Any) -> Any:
+            refuse_readers()
+            return unpack(packed)
 
         def noting_recompute(*args: Any) -> Any:
             before = attempt(generator_states)
@@ -144,7 +149,7 @@ class RecomputationObserver(Observer):
                 # A checkpoint that preserves the states restores them: a generator that has moved was drawn from anew.
                 region.drawn_anew = _moved(before, attempt(generator_states))
 
-        hook.pack_hook, frame.recompute_fn = noting_pack, noting_recompute
+        hook.pack_hook, hook.unpack_hook, frame.recompute_fn = noting_pack, guarded_unpack, noting_recompute
 
     def _has_saved_again(self, original: Callable[..., None], frame: Any, group: Any) -> None:
         region = getattr(frame, "plumbline_region", None)
