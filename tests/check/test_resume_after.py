@@ -70,6 +70,8 @@ def train(folder, mistake=""):
             optimizer.step()
             scheduler.step()
             done += 1
+            if mistake == "fails":
+                raise OSError("cannot save")
             if done % 4 == 0 and mistake != "saves nothing":
                 saved = {name: part.state_dict() for name, part in parts.items()}
                 if mistake == "rounds":
@@ -150,7 +152,12 @@ def test_the_command_trains_three_times_and_has_one_verdict(tmp_path, capfd):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("mistake", "steps", "why"), [("saves nothing", 8, "saved nothing"), ("", 99, "ended before step 99")]
+    ("mistake", "steps", "why"),
+    [
+        ("saves nothing", 8, "saved nothing"),
+        ("", 99, "ended before step 99"),
+        ("fails", 8, "failed before step 8 (exit code 1)"),
+    ],
 )
 def test_what_cannot_be_compared_is_not_judged(tmp_path, mistake, steps, why):
     script, file = tmp_path / "train.py", tmp_path / "check.json"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plumbline.check.command.checked_command import CheckedCommand, record, run_and_judge
-from plumbline.check.command.running import EndedBy
+from plumbline.check.command.running import CommandEnd, EndedBy
 from plumbline.check.evidence.options import RecordingOptions
 from plumbline.core.errors import PlanError
 from plumbline.core.numbers import counted
@@ -68,7 +68,7 @@ def run_interrupted(
         if not resumed.trainings or resumed.end.by is EndedBy.USER:
             return resumed
         whole: Sequence[RecordedTraining] = ()
-        why = "" if first.interrupted else _why_not_interrupted(steps, first.end.by)
+        why = "" if first.interrupted else _why_not_interrupted(steps, first.end)
         if not why and not any(Path(f"{saved}/interrupted").rglob("*")):
             why = (
                 f"the training saved nothing in {FOLDER} in its first {counted(steps, 'step')}: save a checkpoint by "
@@ -84,9 +84,14 @@ def run_interrupted(
     return replace(resumed, trainings=with_resumption(first.trainings, resumed.trainings, whole, steps, why))
 
 
-def _why_not_interrupted(steps: int, by: EndedBy) -> str:
+def _why_not_interrupted(steps: int, end: CommandEnd) -> str:
+    if end.has_failed:
+        return (
+            f"the training that should be interrupted failed before step {steps} ({end.in_words}): run the command "
+            "without Plumbline, and fix the error that it raises"
+        )
     at_limit, or_longer = "", ""
-    if by is EndedBy.TIME_LIMIT:
+    if end.by is EndedBy.TIME_LIMIT:
         at_limit, or_longer = "at the time limit, ", ", or a longer --time-limit"
     return f"the training ended {at_limit}before step {steps}, so it was not interrupted: use a smaller K{or_longer}"
 
