@@ -704,6 +704,36 @@ def test_each_rank_clipping_by_itself_is_found(plumbline, clip, first):
     assert (root and root.cause) == ("clipped-before-averaging" if first == "clip" else None)
 
 
+def clip_by_hand(model):
+    norm = torch.stack([one.grad.norm() for one in model.parameters()]).norm()
+    for one in model.parameters():
+        one.grad *= min(1.0, 0.01 / norm.item())
+
+
+@pytest.mark.parametrize(
+    ("clip", "cause"),
+    [
+        (lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.01), "clipped-to-another-length"),
+        (lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.01), "clipped-to-another-length"),
+        (clip_by_hand, "changed-differently-on-ranks"),
+        (lambda model: nn.utils.clip_grad_norm_(model.parameters(), float("inf")), None),
+    ],
+    ids=["norm", "value", "by hand", "measured"],
+)
+@pytest.mark.parametrize("by_hand", [False, True], ids=["DDP", "averaged by hand"])
+def test_one_rank_alone_clipping_the_gradient_of_all_is_found(plumbline, clip, cause, by_hand):
+    def change(model):
+        if by_hand:
+            averaged(model)
+        if dist.get_rank() == 0:
+            clip(model)
+
+    training = trained_after(change) if by_hand else trained_after(change, wrap=DistributedDataParallel)
+    checked = plumbline.check(training, ranks=2, steps=STEPS)
+    roots = [one.cause for one in checked.findings if one.outcome.is_bad and not one.consequence_of]
+    assert roots == [cause] * bool(cause)
+
+
 def test_samples_that_are_clipped_one_by_one_are_not_accused(plumbline):
     def train():
         model = small()

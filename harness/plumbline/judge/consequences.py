@@ -194,6 +194,8 @@ SCRIPT_RULES: tuple[Rule, ...] = (
          origin_causes={"clipped-shard-by-shard"}),
     Rule("ranks-agree", "clipping", "copies that are clipped by different factors part",
          origin_causes={"clipped-shard-by-shard"}),
+    Rule("ranks-agree", "clipping", "ranks that clip the same gradient to different limits part",
+         origin_causes={"clipped-to-another-length"}, causes={"not-synchronised"}, at_any_step=True),
     Rule("ranks-agree", "gradients", "ranks whose gradients differ by design, as with averaged models, part",
          causes={"not-synchronised"}, needed=True, at_any_step=True),
     Rule("ranks-agree", "initial-weights", "ranks that begin apart stay apart",

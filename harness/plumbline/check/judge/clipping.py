@@ -33,10 +33,12 @@ from plumbline.check.judge.noted import (
     failed_observers,
     headline_note,
     information,
+    name_ranks,
     not_judged,
     noted,
 )
 from plumbline.check.judge.rank_layout import rank_layout
+from plumbline.check.judge.rank_weights import weights_are_made_equal
 from plumbline.core.finding import Finding
 from plumbline.core.numbers import counted, scale_text
 from plumbline.judge.findings import failed_with_hint, passed
@@ -169,20 +171,25 @@ def _were_averaged(steps: Sequence[RecordedStep], rounding: float) -> bool:
 
 
 def _to_other_limits(training: RecordedTraining) -> Finding | None:
-    """Find ranks that clip the same gradient, averaged by a wrapper, to different limits, so that they diverge."""
-    if not rank_layout(training).is_data_parallel:
-        return None  # each rank may train its own model
-    for ranks, calls in last_calls(training, sharded=False):
+    """Find ranks that clip the same gradient, averaged by a wrapper, to different limits, so that they diverge.
+
+    A rank that does not clip has no limit.
+    """
+    if not rank_layout(training).is_data_parallel or weights_are_made_equal(training):
+        return None  # each rank may train its own model, or one rank's weights may replace the others'
+    for ranks, calls in last_calls(training, sharded=False, kinds=("norm", "value"), on_all_ranks=False):
         rounding = max(one.facts["roundings"] for one in ranks.values())
-        limits = [call["limit"] for call in calls.values()]
-        factors = [call["factor"] for call in calls.values()]
+        limits = [calls[rank]["limit"] if rank in calls else math.inf for rank in ranks]
+        factors = [calls[rank]["factor"] if rank in calls else 1.0 for rank in ranks]
         if len(set(limits)) > 1 and differ(factors, max(NORM_KNOWN_TO, rounding)):
             if not are_equal([one.step.before_clipping for one in ranks.values()], rounding):
                 continue
+            what = f"ranks clip the same gradient to different limits ({listed(f'{one:g}' for one in limits)})"
+            if len(calls) < len(ranks):
+                what = f"the same gradient is clipped on {name_ranks(sorted(calls), len(ranks))} only"
             return failed_with_hint(
                 "clipping",
-                f"ranks clip the same gradient to different limits ({listed(f'{one:g}' for one in limits)})"
-                f"{FIRST_SEEN}",
+                f"{what}{FIRST_SEEN}",
                 "clip to the same limit on all ranks",
                 cause="clipped-to-another-length",
                 family="clipping",

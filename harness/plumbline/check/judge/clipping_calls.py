@@ -50,18 +50,19 @@ def is_limit_unscaled(limit: float, scale: float) -> bool:
 
 
 def last_calls(
-    training: RecordedTraining, *, sharded: bool, kinds: Collection[str] = ("norm",)
+    training: RecordedTraining, *, sharded: bool, kinds: Collection[str] = ("norm",), on_all_ranks: bool = True
 ) -> Iterator[tuple[Mapping[int, ObserverFacts], dict[int, Facts]]]:
     """Yield steps that every rank took with the same model, and the last clipping call of each rank before them.
 
-    Only steps before which every rank clipped are included. ``sharded``: all ranks clipped sharded gradients; otherwise
-    all clipped whole ones.
+    ``on_all_ranks``: only steps before which every rank clipped are included. ``sharded``: all these ranks clipped
+    sharded gradients; otherwise all clipped whole ones.
     """
     for ranks in side_by_side(training, OBSERVER):
         calls = {rank: own[-1] for rank, one in ranks.items() if (own := complete(one))}
-        everywhere = 1 < len(calls) == training.world_size and step_copies(ranks.values())
+        clip = len(calls) == len(ranks) if on_all_ranks else bool(calls)
+        is_copied = clip and 1 < len(ranks) == training.world_size and step_copies(ranks.values())
         in_parts = any(not each.is_held for one in ranks.values() for each in one.step.parameters)
-        if everywhere and all(
+        if is_copied and all(
             call["kind"] in kinds and (call["sharded"] or in_parts) == sharded for call in calls.values()
         ):
             yield ranks, calls

@@ -48,6 +48,8 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
     if clipped_by_hand(wrong):
         if scale := _scale_at_clipping_by_hand(wrong):
             return _clipped_before_unscaling(finding, scale)
+        if not weights_are_made_equal(training) and (apart := _changed_apart(check, wrong)) is not None:
+            return apart
         return information(check, "the script clips gradients with its own code", step)
     if finding.cause == "not-synchronised" and weights_are_made_equal(training):
         return _with_equal_weights(check, training, step)
