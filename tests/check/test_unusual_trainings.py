@@ -1097,6 +1097,32 @@ def test_ranks_that_differ_get_no_reason_that_contradicts_what_is_wrong_with_the
     ]
 
 
+@pytest.mark.parametrize("finds", [False, True])
+def test_parameters_for_which_the_wrapper_waits_are_named(plumbline, finds):
+    class Unused(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.spare = small(), nn.Linear(2, 2)
+
+        def forward(self, inputs):
+            return self.used(inputs)
+
+    def train():
+        model = DistributedDataParallel(Unused(), find_unused_parameters=finds)
+        torch.manual_seed(dist.get_rank())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with contextlib.suppress(RuntimeError):  # the wrapper refuses the second forward
+            for _ in range(STEPS):
+                optimizer.zero_grad()
+                loss_of(model).backward()
+                optimizer.step()
+
+    checked = plumbline.check(train, ranks=2, steps=STEPS)
+    hints = [one.hint for one in checked.findings if one.cause == "not-synchronised" and one.check == "gradients"]
+    assert len(hints) == (not finds)
+    assert all("gradients of spare.weight, spare.bias, which the loss does not use" in one for one in hints)
+
+
 def test_a_step_in_a_hook_before_the_average_is_wrong_and_the_hint_says_where_it_steps(plumbline):
     checked = plumbline.check(partial(an_optimizer_for_each_parameter, synchronised=False), ranks=2, steps=STEPS)
     wrong = next(one for one in checked.findings if one.outcome.is_bad)

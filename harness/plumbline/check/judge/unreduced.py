@@ -76,10 +76,29 @@ def with_reason(finding: Finding, names: Iterable[str], training: RecordedTraini
             name = f"{one.parameter.name} ({size})" if why == OUTSIDE and size else one.parameter.name
             reasons.setdefault(why, {}).setdefault(name)
     if not reasons:
-        return finding
+        return _with_unreached(finding, training)
     why, found = max(reasons.items(), key=lambda each: len(each[1]))
     forms = {"were": "was", "are": "is"} if len(found) == 1 else {"were": "were", "are": "are"}
     return with_hint(finding, _WHY[why].format(names=listed(found), **forms))
+
+
+def _with_unreached(finding: Finding, training: RecordedTraining) -> Finding:
+    """Return the finding; its hint names wrapped parameters without a gradient, for which the wrapper waits."""
+    unreached = [
+        one.parameter.name
+        for place, steps in common_steps(training)
+        if next(iter(steps.values())).number == finding.step
+        for one in weights_at(place, steps)
+        if one.is_wrapped and one.parameter.trained and any(bool(each.isnan().all()) for each in one.received)
+    ]
+    if finding.cause != "not-synchronised" or not unreached:
+        return finding
+    return with_hint(
+        finding,
+        f"if the forward goes through the DistributedDataParallel object, this waits for gradients of "
+        f"{listed(unreached)}, which the loss does not use: leave them out of the model, or pass "
+        f"find_unused_parameters=True; otherwise {finding.hint}",
+    )
 
 
 def judge_replicated_gradients(training: RecordedTraining) -> Finding | None:
