@@ -96,6 +96,21 @@ class Gathered(Divided):
                     one.copy_(new)
 
 
+class ByRow(Optimizer):
+    """Scales each row, by a state that it makes without naming a dtype."""
+
+    def __init__(self, params: Any, lr: float = 0.02) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                squares = self.state[p].setdefault("squares", torch.zeros(len(p), 1))
+                squares.lerp_(p.grad.square().mean(1, keepdim=True), 0.1)
+                p.sub_(p.grad / (squares.sqrt() + 1e-8), alpha=group["lr"])
+
+
 class Stacked(Optimizer):
     """Muon over matrices of one shape: each rank has some rows of their stack, and of the momentum's, as nanochat."""
 

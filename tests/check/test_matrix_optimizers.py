@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from matrix_optimizers import (
+    ByRow,
     Divided,
     Gathered,
     LocalLion,
@@ -53,6 +54,7 @@ def wrong(train: Callable[[], None]) -> list[Finding]:
         (Stacked, ddp, EQUAL),
         (Shampoo, ddp, SIZES),
         (LocalLion, sharded, SIZES),
+        (ByRow, ddp, SIZES),
     ],
 )  # fmt: skip
 def test_the_whole_update_of_a_right_optimizer_is_judged(make, wrap, sizes):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from plumbline.recording.sharding import local
 
@@ -70,7 +71,10 @@ Inputs = Sequence[tuple[dict[str, Any], Sequence[StepInput]]]
 
 
 class Widened(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Turns casts to a lower precision into casts to float64. ``lowered``: whether any of them was to 16 bits."""
+    """Turns casts to a lower precision into casts to float64, and makes new tensors of the default dtype in float64.
+
+    ``lowered``: whether any cast was to 16 bits.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -82,7 +86,9 @@ class Widened(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if dtype in _WIDER:
             self.lowered |= dtype in (torch.float16, torch.bfloat16)
             kwargs["dtype"] = _WIDER[dtype]
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        is_new = dtype is None and not any(isinstance(one, Tensor) for one in tree_leaves((args, kwargs)))
+        return result.to(_WIDER.get(result.dtype, result.dtype)) if is_new and isinstance(result, Tensor) else result
 
 
 def stepped(optimizer: Optimizer, group: dict[str, Any], given: StepInput, **options: Any) -> Tensor:
