@@ -8,7 +8,6 @@ from typing import Any
 
 import torch.utils.checkpoint
 
-
 _readers = 0
 """How many ``nothing_recomputed`` blocks are open."""
 

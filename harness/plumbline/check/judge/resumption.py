@@ -274,14 +274,17 @@ def _worst(own: RecordedStep, other: RecordedStep | None, *, with_shards: bool) 
 
 def _settings(pair: Resumption) -> Finding | None:
     for place, rank, expected, step in pair.pairs():
-        for mine, theirs in zip(step.facts[STATE]["groups"], expected.facts[STATE]["groups"], strict=False):
+        groups = zip(step.facts[STATE]["groups"], expected.facts[STATE]["groups"], strict=False)
+        for index, (mine, theirs) in enumerate(groups):
             numbers = [name for name in theirs if isinstance(theirs[name], float) and isinstance(mine.get(name), float)]
             keys = [name for name in numbers if not math.isclose(mine[name], theirs[name], rel_tol=SAME_SETTING)]
             if not keys:
                 continue
             name = "lr" if "lr" in keys else keys[0]
             begun = step_at(pair, rank, place, step.optimizer)
-            again = begun is not None and any(one.get(name) == mine[name] for one in begun.facts[STATE]["groups"])
+            again = begun is not None and any(
+                one.get(name) == mine[name] for one in begun.facts[STATE]["groups"][index : index + 1]
+            )
             what = "the learning rate" if name == "lr" else name
             return failed_with_hint(
                 CHECK,
