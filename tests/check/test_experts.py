@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import count
 
 import pytest
 import torch
@@ -380,6 +381,19 @@ def test_grouped_products_are_those_of_the_kernel(dimensions):
     ends = torch.tensor([4, 4, 12], dtype=torch.int32) if dimensions != (3, 3) else None
     expected = torch._grouped_mm(one, other, offs=ends)
     torch.testing.assert_close(grouped_mm(one.double(), other.double(), ends).float(), expected)
+
+
+def test_a_loss_that_only_some_micro_batches_add_is_told(plumbline):
+    numbers = count()
+
+    def in_every_second(main, balance):
+        return (main + (COEFFICIENT * balance if next(numbers) % 2 else 0.0)) / MICRO_BATCHES
+
+    checked = plumbline.check(partial(fit, balanced=in_every_second), ranks=1, steps=STEPS)
+    messages = [one.message for one in checked.findings if one.check == "objective"]
+    passes = MICRO_BATCHES * STEPS
+    assert f"{passes // 2} of {passes} backward passes add a sum that the script computes to the loss" in messages[-1]
+    assert not any(message.startswith("The loss is the mean") for message in messages)
 
 
 def test_right_experts_on_two_ranks_have_no_note(notes):

@@ -98,12 +98,16 @@ def _judge_loss(training: RecordedTraining, ranks: Sequence[RecordedRank], of: s
     if (summed := summed_micro_batches(ranks, of)) is not None:
         yield summed
     added = _added_terms(ranks)
+    sometimes = None if added else _added_to_some(ranks)
     if objectives:
         rank = ranks[0].rank if is_own else None
-        yield information(CHECK, _optimised(_without_clipping(objectives), rank, of, is_a_term=added is not None))
+        is_a_term = bool(added or sometimes)
+        yield information(CHECK, _optimised(_without_clipping(objectives), rank, of, is_a_term=is_a_term))
     for note in (_short_windows(objectives), None if is_own or added else _counted_by_ranks(objectives)):
         if note is not None:
             yield note
+    if sometimes is not None:
+        yield information(CHECK, sometimes)
     if added is not None:
         yield information(CHECK, added)
     elif objectives:
@@ -154,6 +158,18 @@ def _added_terms(ranks: Sequence[RecordedRank]) -> str | None:
         return None
     added = _added([[(term["name"], term["factor"] / one.scale) for term in terms] for one, terms in passes])
     return None if added is None else f"The loss of each backward pass is {' + '.join(added)}."
+
+
+def _added_to_some(ranks: Sequence[RecordedRank]) -> str | None:
+    """Return a sentence with the terms that only some backward passes add to their loss functions, otherwise None."""
+    passes = [_noted(one).get("terms") or () for rank in ranks for one in passes_of(rank)]
+    mixed = [{term["name"] for term in terms if not term["call"]} for terms in passes if len(terms) > 1]
+    counts = Counter(name for names in mixed for name in names)
+    some = sorted(name for name, count in counts.items() if count < len(passes))
+    if not some or not all(any(term["call"] for term in terms) for terms in passes):
+        return None
+    number = sum(not names.isdisjoint(some) for names in mixed)
+    return f"{number} of {len(passes)} backward passes add {listed(some)} to the loss, and the others do not."
 
 
 def _noted(one: BackwardPass) -> Facts:
