@@ -220,6 +220,10 @@ MISTAKES = {
         partial(fit, lambda: Net(detached=True), main_only),
         "moe.gate selects experts by scores computed with moe.gate.weight, but no gradient reached it in 3 steps.",
     ),
+    "a router that the main loss does not reach": (
+        partial(fit, lambda: Net(detached=True)),
+        "no gradient of the main loss reaches the scores of moe.gate: only",
+    ),
 }
 
 

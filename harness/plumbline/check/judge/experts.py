@@ -34,6 +34,7 @@ def judge_experts(training: RecordedTraining) -> Iterator[Finding]:
     if not any(_noted(one) for rank in training.ranks for one in passes_of(rank)):
         return
     yield from _without_gradient(training)
+    yield from _only_balanced(training)
     yield from _without_effect(training)
     yield from _weighed_otherwise(training)
     yield from _left_out(training)
@@ -62,6 +63,22 @@ def _without_gradient(training: RecordedTraining) -> Iterator[Finding]:
                 f"{'it' if len(names) == 1 else 'them'} in {counted(numbers[0], 'step')}. Multiply each selected "
                 "expert's output by its score, and do not detach the score.",
             )
+
+
+def _only_balanced(training: RecordedTraining) -> Iterator[Finding]:
+    """Yield what trains routers that the main loss does not reach."""
+    noted = [facts for rank in training.ranks for one in passes_of(rank) if (facts := _noted(one))]
+    if not all(facts["balancing"] for facts in noted):
+        return
+    routers = [(name, router["reached"]) for facts in noted for name, router in facts["routers"].items()]
+    reached = {name for name, is_reached in routers if is_reached}
+    if alone := sorted({name for name, _ in routers} - reached):
+        yield information(
+            CHECK,
+            f"no gradient of the main loss reaches the scores of {listed(alone)}: only losses that are computed from "
+            "the scores alone, such as a balancing loss, train them. Multiply each selected expert's output by its "
+            "score, and do not detach the score, unless this is intended.",
+        )
 
 
 def _steps_without_gradient(training: RecordedTraining, name: str) -> int:

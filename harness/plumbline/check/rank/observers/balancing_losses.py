@@ -43,6 +43,8 @@ class BalancingLosses:
     arrives at it. ``main``: the factor of each other term, and whether the term is a mean. ``constant``: if a number
     without a gradient is added to the loss, the names of losses without a gradient that modules hold. ``dropped``:
     names of the script's functions that attach such a term to a tensor that nothing uses.
+
+    ``reached`` has the ids of the nodes of scores that a gradient of the other terms reaches.
     """
 
     def __init__(self) -> None:
@@ -50,6 +52,7 @@ class BalancingLosses:
         self._found: list[_Balancing] = []
         self._others: Facts = {}
         self._handles: list[Any] = []
+        self.reached: set[int] = set()
 
     @property
     def facts(self) -> Facts:
@@ -65,6 +68,7 @@ class BalancingLosses:
         for handle in self._handles:
             handle.remove()
         self._found, self._handles, self._others = [], [], {}
+        self.reached = set()
 
     def note_function(self, kind: Any, args: tuple[Any, ...], result: Any) -> None:
         """Note a number with a gradient that a function is given in addition to the tensor that it returns."""
@@ -82,6 +86,7 @@ class BalancingLosses:
         main = [one for one in terms if one.node is not None and not any(one is other for other in balancing)]
         if not main:
             return  # the scores are the output
+        self.reached = {*nodes_reached([one.node for one in main])} & scores.keys()
         shared = {place for one in main for place, _ in one.constants}
         for one in balancing:
             self._add(_Balancing(one, [constant for place, constant in one.constants if place not in shared]))
@@ -94,17 +99,16 @@ class BalancingLosses:
         self._others = {
             "main": [[one.factor, _is_mean(one.node)] for one in main],
             "constant": sorted(_without_graph(roots)) if any(one.node is None for one in terms) else [],
-            "dropped": self._dropped([one.node for one in main], scores, reached),
+            "dropped": self._dropped(scores, reached),
         }
 
-    def _dropped(self, main: Sequence[Any], scores: Mapping[int, Any], reached: Sequence[Any]) -> list[str]:
+    def _dropped(self, scores: Mapping[int, Any], reached: Sequence[Any]) -> list[str]:
         unused = [(name, one) for name, one in self._attached if not any(one is other for other in reached)]
         unused = [(name, one) for name, one in unused if only_from(one, scores)]
         if not unused:
             return []
         # The scores may belong to another backward pass, as a generator's do when the discriminator is trained.
-        used = nodes_reached(main).keys() & scores.keys()
-        return sorted({name for name, one in unused if used & nodes_reached([one]).keys()})
+        return sorted({name for name, one in unused if self.reached & nodes_reached([one]).keys()})
 
     def _add(self, one: _Balancing) -> None:
         known = next((other for other in self._found if other.term.node is one.term.node), None)

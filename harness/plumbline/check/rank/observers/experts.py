@@ -59,6 +59,7 @@ class _Selection:
     is_over: bool = False
     without: Tensor | None = None
     tokens: Tensor | None = None
+    is_reached: bool = False
 
     @property
     def name(self) -> str:
@@ -72,9 +73,11 @@ class ExpertObserver(Observer):
     ``routers`` has, by module name: the numbers of ``tokens``, of ``choices``, and of selected choices ``k``;
     ``parameters``, the names of the parameters that compute the scores; ``moved``, those of them that are not in the
     graph but have changed; ``is_biased``, whether the module holds a number without a gradient for each expert; and
-    ``without``, the number of tokens that no expert received. For the first tokens it has ``experts``, a hash of each
-    token's experts, None if rounding may decide, and ``given``, a number that identifies the token. ``rerouted`` has
-    the recomputed selections that differ from those of the forward. The other facts are those of ``BalancingLosses``.
+    ``without``, the number of tokens that no expert received; and ``reached``, whether a gradient of anything but the
+    balancing losses reaches the scores, or they are not in the graph. For the first tokens it has ``experts``, a hash
+    of each token's experts, None if rounding may decide, and ``given``, a number that identifies the token.
+    ``rerouted`` has the recomputed selections that differ from those of the forward. The other facts are those of
+    ``BalancingLosses``.
     """
 
     name = NAME
@@ -115,6 +118,8 @@ class ExpertObserver(Observer):
             scores = {id(node): node for one in chosen if one.scores is not None for node in one.scores.nodes}
             if len(roots) == 1:
                 attempt(self._losses.look, roots[0].grad_fn, scores, self._roots)
+            for one in chosen:
+                one.is_reached = one.scores is None or any(id(n) in self._losses.reached for n in one.scores.nodes)
 
     def backward_ends(self, number: int) -> Facts | None:
         chosen = self._chosen()
@@ -204,8 +209,10 @@ class ExpertObserver(Observer):
                     "moved": self._moved(one),
                     "is_biased": any(each.grad is None for each in one.biases),
                     "without": None,
+                    "reached": False,
                 },
             )
+            known["reached"] |= one.is_reached
             known["tokens"] += len(one.experts)
             if one.without is not None:
                 known["without"] = (known["without"] or 0) + int(one.without)
