@@ -591,6 +591,11 @@ def clip(model: nn.Module, in_parts: set[str]) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         return
     gradients = {name: local(one.grad) for name, one in model.named_parameters()}
+    if MISTAKE == "clipped-by-own-norm-by-hand":
+        own = torch.stack([one.square().sum() for one in gradients.values()]).sum().sqrt()
+        for one in model.parameters():
+            one.grad *= 0.1 / own
+        return
     parts = {name for name in gradients if name in in_parts or name.partition(".")[0] in in_parts}
     counted = parts if MISTAKE in ("clipped-by-all", "clipped-by-hand") else gradients
     square = torch.stack([gradients[name].square().sum() for name in counted]).sum()

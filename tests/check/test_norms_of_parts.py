@@ -16,6 +16,7 @@ SCENES = ("tensor-parallel", "experts", "pipeline-of-torch", "pipeline-by-hand")
 
 WRONG = {
     ("experts", "clipped-by-own-norm"): "clipped-shard-by-shard",
+    ("experts", "clipped-by-own-norm-by-hand"): "clipped-shard-by-shard",
     ("pipeline-of-torch", "clipped-by-own-norm"): "clipped-shard-by-shard",
     ("pipeline-by-hand", "clipped-by-own-norm"): "clipped-shard-by-shard",
     ("tensor-parallel", "clipped-with-copies"): "counted-again-in-the-norm",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+import torch
+
 from plumbline.check.evidence.training import Facts, RecordedTraining
 from plumbline.check.judge.clipped_masters import master_steps
 from plumbline.check.judge.clipping_calls import (
@@ -25,10 +27,18 @@ from plumbline.check.judge.noted import (
 )
 from plumbline.check.judge.rank_layout import OBSERVER as LAYOUT
 from plumbline.check.judge.rank_layout import rank_layout
-from plumbline.check.judge.rank_weights import trains_shards
+from plumbline.check.judge.rank_weights import (
+    RankWeights,
+    common_steps,
+    forward_communicates,
+    trains_shards,
+    weights_are_made_equal,
+    weights_at,
+)
 from plumbline.check.judge.step_objective import NEAR, objective_of, spread
 from plumbline.check.rank.observers.parallelism import REPLICATED_SHARDS
 from plumbline.core.finding import Finding
+from plumbline.core.numbers import counted
 from plumbline.evidence.training_record import step_copies
 from plumbline.judge.findings import failed_with_hint
 from plumbline.report.text import listed
@@ -144,6 +154,49 @@ def clipped_copies_apart(training: RecordedTraining) -> Finding | None:
                     step=next(iter(steps.values())).step.number,
                 )
     return None
+
+
+def multiplied_copies(training: RecordedTraining) -> Finding | None:
+    """Find ranks of a model in parts whose own code multiplied the gradients of copies by different factors."""
+    if not forward_communicates(training) or weights_are_made_equal(training):
+        return None  # each rank may train its own model
+    for place, steps in common_steps(training):
+        rounding = max((step.facts.get(OBSERVER) or {}).get("roundings", 0.0) for step in steps.values())
+        by_hand = any((step.facts.get(OBSERVER) or {}).get("by_hand") for step in steps.values())
+        copies = [one for one in weights_at(place, steps) if not one.differ("before")]
+        factors = _factors_of_copies(copies, rounding) if by_hand else None
+        entries = sum(one.entries for step in steps.values() for one in step.parameters)
+        # One norm that each rank adds up in float32 by itself is off by at most a rounding for each entry.
+        if factors is not None and differ(factors, min(NORM_KNOWN_TO, max(rounding, entries * 2.0**-24))):
+            return failed_with_hint(
+                "clipping",
+                f"ranks {listed(steps)} hold the same {counted(len(copies), 'parameter')}, and the script multiplied "
+                f"the gradients of these by different factors ({listed(f'{one:.6g}' for one in factors)} × those of "
+                f"rank {min(steps)}){FIRST_SEEN}",
+                "compute one factor on all ranks: for clipping, add the squared norms of all parts of the model with "
+                "an all-reduce, and count copies once",
+                cause="clipped-shard-by-shard",
+                family="clipping",
+                step=next(iter(steps.values())).number,
+            )
+    return None
+
+
+def _factors_of_copies(copies: Sequence[RankWeights], rounding: float) -> list[float] | None:
+    """Return by which factor each rank's gradients of copies are those of the first rank.
+
+    None if they are no multiples, or if fewer than two of them are more than one number.
+    """
+    received = [[each.nan_to_num() for each in one.received] for one in copies if one.parameter.entries > 1]
+    used = [own for own in received if bool(own[0].any())]
+    if len(used) < 2:
+        return None
+    vectors = [torch.cat(each) for each in zip(*used, strict=True)]
+    first = vectors[0]
+    factors = [float(each @ first / (first @ first)) for each in vectors]
+    apart = (float((each - factor * first).norm()) for each, factor in zip(vectors, factors, strict=True))
+    limits = (rounding * float(each.norm()) for each in vectors)
+    return factors if all(one <= limit for one, limit in zip(apart, limits, strict=True)) else None
 
 
 def clipped_by_another_norm(training: RecordedTraining) -> Finding | None:

@@ -13,6 +13,7 @@ from plumbline.check.judge.clipped_parts import (
     clipped_copies_apart,
     clipped_copies_in_parts,
     clipped_shard_by_shard,
+    multiplied_copies,
     multiplied_shards,
 )
 from plumbline.check.judge.clipping_calls import (
@@ -58,7 +59,7 @@ def judge_clipping(training: RecordedTraining) -> Iterator[Finding]:
     ]
     found = [finding for flaw in flaws if (finding := flaw(training)) is not None]
     # Each of these can follow from the earlier ones.
-    for flaw in (multiplied_shards, clipped_copies_apart, clipped_by_another_norm, _other_length):
+    for flaw in (multiplied_shards, clipped_copies_apart, multiplied_copies, clipped_by_another_norm, _other_length):
         if not found and (finding := flaw(training)) is not None:
             found = [finding]
     yield from found

@@ -251,11 +251,11 @@ def judge_ranks_agree(training: RecordedTraining) -> Iterator[Finding]:
 
 
 def without_excuse(findings: Sequence[Finding]) -> list[Finding]:
-    """Return the findings; if gradients are wrong, the reason why ranks differ is no longer given as an excuse.
+    """Return the findings; if gradients are wrong or wrongly clipped, no reason excuses ranks that differ.
 
     Gradients that are wrong can show how they are reduced, so the finding does not say that nothing shows this.
     """
-    wrong = any(one.check == "gradients" and one.outcome is Outcome.FAILED for one in findings)
+    wrong = any(one.check in ("gradients", "clipping") and one.outcome is Outcome.FAILED for one in findings)
     return [
         replace(one, message=one.message.replace(f"; {IF_INTENDED}{UNKNOWN}", "").replace(f"; {IF_INTENDED}", ": "))
         if wrong and one.check == AFTER_STEPS
