@@ -277,7 +277,9 @@ NEXT_STEPS: Final[Mapping[str, str]] = {
     "no backward pass reached the optimizer's parameters": (
         "compute gradients with `loss.backward()`, and give the optimizer the model's parameters or copies of them"
     ),
-    "the gradient did not come from a recorded backward pass": "compute gradients with `loss.backward()`",
+    "the gradient did not come from a recorded backward pass": (
+        "compute gradients with `loss.backward()`, unless the script makes them itself, as for an outer optimizer"
+    ),
     "before this change, the gradients are right": (
         "for the check, leave out what the script does to gradients: they are then judged"
     ),
