@@ -24,6 +24,19 @@ for step in range({steps}):
 print("after training")
 """
 
+MORE_MICRO_BATCHES = """
+import torch
+
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(35):
+    optimizer.zero_grad()
+    for _ in range(1 if step < 14 else 2):
+        torch.nn.functional.mse_loss(model(torch.randn(3, 4)), torch.randn(3, 2)).backward()
+    optimizer.step()
+"""
+
 TWO_OPTIMIZERS = """
 import torch
 
@@ -90,6 +103,15 @@ def test_a_mistake_that_begins_later_is_found_in_the_next_window(tmp_path, capfd
     assert "first wrong at step 20, still right at step 10" in " ".join(err.split())
     assert "first at step 20" in err
     assert "took only" not in err
+
+
+def test_a_note_that_only_later_windows_have_is_printed_once(tmp_path, capfd):
+    script = tmp_path / "train.py"
+    script.write_text(MORE_MICRO_BATCHES)
+    assert main(["check", "--every", "10", "--", sys.executable, str(script)]) == 0
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("plumbline step=")]
+    noted = ['note="The gradient is the sum over 2 micro-batches' in line for line in lines]
+    assert noted == [False, False, True, False]
 
 
 def test_two_optimizers_that_take_turns_are_right_in_every_window(tmp_path, capfd):

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from plumbline.check.command.checked_command import JudgedWindow
 from plumbline.check.command.running import EndOfCommand
 from plumbline.check.evidence.options import WINDOW
-from plumbline.check.judge.script_checks import judged_trainings, world_size_of
+from plumbline.check.judge.noted import HeadlineNote
+from plumbline.check.judge.script_checks import CheckedTraining, judged_trainings, world_size_of
 from plumbline.check.verdict.verdict import Answer, accusations, answer_of, sentence_on
 from plumbline.core.finding import Finding
 from plumbline.core.numbers import compact
 from plumbline.report.text import percent
 
 _WORST = list(Answer).index
+
+_NUMBER = re.compile(r"\d[\d.,]*")
+"""Numbers, which may differ between notes that say the same of two windows."""
 
 
 class WindowJudge:
@@ -33,6 +38,7 @@ class WindowJudge:
         self._say = say
         self._stop = stop_when_wrong
         self._known: set[Path] = set()
+        self._noted: set[str] = set()
 
     def look(self) -> None:
         """Judge the windows that are complete.
@@ -55,15 +61,27 @@ class WindowJudge:
         window = JudgedWindow(step, kept, answer.value, sentence_on(worst), wrong is not None)
         self.judged.append(window)
         shares = (worst.coverage.gradients.part, worst.coverage.updates.part)
-        self._say(_line(step, answer, shares, wrong or passed, wrong))
+        self._say(_line(step, answer, shares, wrong or passed, wrong, self._new_notes(worst)))
         if wrong is None and path != self._folder:
             shutil.rmtree(path, ignore_errors=True)
         if wrong is not None and self._stop:
             raise EndOfCommand
 
+    def _new_notes(self, training: CheckedTraining) -> list[str]:
+        """Return the notes below the verdict that no earlier window had; the verdict at the end has those of one."""
+        notes = [one.message for one in training.findings if isinstance(one, HeadlineNote)]
+        new = {without_numbers: note for note in notes if (without_numbers := _NUMBER.sub("", note)) not in self._noted}
+        self._noted |= new.keys()
+        return [*new.values()] if len(self.judged) > 1 else []
+
 
 def _line(
-    step: int, answer: Answer, shares: tuple[float, float], measured: Finding | None, wrong: Finding | None
+    step: int,
+    answer: Answer,
+    shares: tuple[float, float],
+    measured: Finding | None,
+    wrong: Finding | None,
+    notes: Sequence[str],
 ) -> str:
     """Return the result as ``name=value`` pairs. A value with a blank or a quotation mark is quoted as in JSON."""
     facts = {
@@ -79,6 +97,8 @@ def _line(
         facts |= {} if wrong.rank is None else {"rank": str(wrong.rank)}
         facts |= {} if wrong.parameter is None else {"parameter": wrong.parameter}
         facts["message"] = wrong.message
+    if notes:
+        facts["note"] = " ".join(notes)
     return "plumbline " + " ".join(f"{name}={_quoted(value)}" for name, value in facts.items())
 
 
