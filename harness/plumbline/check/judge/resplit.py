@@ -121,8 +121,8 @@ def _compared(first: Tensor, ordered: Tensor, dealt: Tensor, samples: int) -> Fi
         CHECK,
         f"The gradient changes by about {in_two_digits(move)} of its norm if the {samples} samples of the first step "
         f"go to other ranks and micro-batches, and by {by_order} if they are only reordered. A loss that is divided by "
-        "the count of its own micro-batch or rank depends on the split; so do layers such as BatchNorm. Declare the "
-        "objective with --objective to have it judged.",
+        "the count of its own micro-batch or rank depends on the split; so do layers such as BatchNorm, and outputs "
+        "that depend on padding. Declare the objective with --objective to have it judged.",
     )
 
 
