@@ -1123,6 +1123,37 @@ def test_parameters_for_which_the_wrapper_waits_are_named(plumbline, finds):
     assert all("gradients of spare.weight, spare.bias, which the loss does not use" in one for one in hints)
 
 
+class RoundsAtRandom(torch.optim.Optimizer):
+    """Rounds float32 results to bfloat16 up or down, with probabilities by their distance."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self):
+        for one in self.param_groups[0]["params"]:
+            bits = (one.float() - 0.01 * one.grad.float()).view(torch.int32)
+            one.copy_(((bits + torch.randint(2**16, bits.shape, dtype=torch.int32)) & -(2**16)).view(torch.float32))
+
+
+@pytest.mark.parametrize("seed", [lambda: 0, dist.get_rank], ids=["one seed", "a seed for each rank"])
+def test_ranks_that_round_the_same_update_differently_are_told(plumbline, seed):
+    def train():
+        model = DistributedDataParallel(small().bfloat16())
+        optimizer = RoundsAtRandom(model.parameters())
+        batches = torch.Generator().manual_seed(dist.get_rank())
+        torch.manual_seed(seed())
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            model(torch.randn(4, 6, generator=batches).bfloat16()).float().square().mean().backward()
+            optimizer.step()
+
+    checked = plumbline.check(train, ranks=2, steps=STEPS)
+    (said,) = [one.message for one in checked.findings if one.check == "ranks-agree"]
+    assert ("round the result differently" in said) == (seed is dist.get_rank)
+    assert not any(one.outcome.is_bad for one in checked.findings)
+
+
 def test_a_step_in_a_hook_before_the_average_is_wrong_and_the_hint_says_where_it_steps(plumbline):
     checked = plumbline.check(partial(an_optimizer_for_each_parameter, synchronised=False), ranks=2, steps=STEPS)
     wrong = next(one for one in checked.findings if one.outcome.is_bad)

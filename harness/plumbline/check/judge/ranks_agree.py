@@ -216,7 +216,7 @@ def judge_ranks_agree(training: RecordedTraining) -> Iterator[Finding]:
     reduced = reduced_parameters(training)
     known: set[str] = set()
     seen: set[str] = set()
-    compared, differing_steps, parts = 0, 0, set[str]()
+    compared, differing_steps, parts, rounded_apart = 0, 0, set[str](), False
     for place, steps in common_steps(training):
         weights = list(weights_at(place, steps))
         differing = [one for one in weights if one.differ("after")]
@@ -224,6 +224,7 @@ def judge_ranks_agree(training: RecordedTraining) -> Iterator[Finding]:
         if len(weights) < (every := len(next(iter(steps.values())).parameters)):
             parts.add(of_all(len(weights), every))
         differing_steps += bool(differing)
+        rounded_apart |= any(one.share_gradient and not one.differ("before") for one in differing)
         found = [one for one in differing if one.parameter.name not in known and not one.is_rounding]
         known.update(one.parameter.name for one in differing)
         optimizer = next(iter(steps.values())).optimizer
@@ -238,6 +239,12 @@ def judge_ranks_agree(training: RecordedTraining) -> Iterator[Finding]:
         what = f"values of the {min(parts)} that every rank holds in full" if parts else "weights"
         yield passed(
             AFTER_STEPS, f"all ranks hold the same {what}, bit for bit, after each of {counted(compared, 'step')}"
+        )
+    elif layout.is_data_parallel and rounded_apart:
+        yield information(
+            AFTER_STEPS,
+            "ranks step with the same gradient from the same weights, but round the result differently, so their "
+            "weights drift apart. If the optimizer rounds at random, draw the same numbers on all ranks.",
         )
     elif layout.is_data_parallel:
         yield passed(
