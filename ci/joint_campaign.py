@@ -18,6 +18,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -488,13 +489,16 @@ def main(arguments: list[str]) -> int:
     torch.set_num_threads(1)
     results: list[Result] = []
     end, number = time.monotonic() + 60 * chosen.minutes, chosen.number or 0
-    while time.monotonic() < end and (chosen.number is None or not results):
-        result = checked(draw(number, chosen.seed, chosen.only, chosen.mistakes))
-        results.append(result)
-        number += 1
-        expected = result.is_accused and result.is_named if result.spec.mistake else result.answer.startswith("right")
-        if not expected or chosen.number is not None:
-            print(f"{result.answer}: {result.sentence} {result.causes}\n    {result.spec}", flush=True)
+    # Whoever interrupts it gets the table of what has been checked.
+    with suppress(KeyboardInterrupt):
+        while time.monotonic() < end and (chosen.number is None or not results):
+            result = checked(draw(number, chosen.seed, chosen.only, chosen.mistakes))
+            results.append(result)
+            number += 1
+            is_right = result.answer.startswith("right")
+            expected = result.is_accused and result.is_named if result.spec.mistake else is_right
+            if not expected or chosen.number is not None:
+                print(f"{result.answer}: {result.sentence} {result.causes}\n    {result.spec}", flush=True)
     print(table(results))
     print(Counter(one.answer for one in results))
     ran = [one for one in results if one.answer != "failed"]
