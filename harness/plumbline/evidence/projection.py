@@ -123,7 +123,7 @@ class _Reading:
         # All rows if one chunk is enough.
         self.rows = max(1, min(CHUNK, -(-self.count // columns)))
         self.split = split and self.flat.dtype == torch.float64
-        self.sums = torch.zeros(1 + self.split, ROWS, columns, dtype=torch.float64, device=device)
+        self.sums: list[Tensor] = []  # one, or two of the leading and of the trailing bits; none without entries
         self.square: float | Tensor = 0.0
 
     def hash(self, start: int) -> None:
@@ -135,16 +135,20 @@ class _Reading:
         part = self.flat[start : start + self.starts.step]
         size, chunk = part.numel(), self.rows * self.columns
         wide = _scratch("wide", _multiple(size, chunk), torch.float64, part.device)
+        if size < wide.numel():
+            wide[size:].zero_()
         wide[:size].copy_(part)
-        wide[size:].zero_()
         factors = _chunk_factors(start // chunk, wide.numel() // chunk, self.columns, wide.device)
         weights = row_weights(wide.device)[:, : self.rows]
-        for index, half in enumerate(_halves(wide) if self.split else (wide,)):
-            self.sums[index] += torch.matmul(weights, half.view(-1, self.rows, self.columns)).mul_(factors).sum(0)
+        halves = _halves(wide) if self.split else (wide,)
+        made = [torch.matmul(weights, one.view(-1, self.rows, self.columns)).mul_(factors).sum(0) for one in halves]
+        self.sums = [before + one for before, one in zip(self.sums, made, strict=True)] if self.sums else made
         return wide
 
     def projection(self) -> Tensor:
-        return (self.sums * _SCALE).flatten(1).cpu()
+        if not self.sums:
+            return torch.zeros(1 + self.split, ROWS * self.columns, dtype=torch.float64)
+        return (torch.stack(self.sums) * _SCALE).flatten(1).cpu()
 
     def norm(self) -> float:
         return math.sqrt(float(self.square))

@@ -40,8 +40,8 @@ def is_finite(tensor: Tensor) -> bool:
     own = own._values() if own.is_sparse else own
     if not (own.is_floating_point() or own.is_complex()):  # such as quantized weights
         return True
-    # A norm is far cheaper to compute, but for float64 numbers it can overflow.
-    return math.isfinite(norm_in_float64(own)) or bool(own.isfinite().all())
+    # A norm is far cheaper to compute, but it can overflow.
+    return math.isfinite(float(torch.linalg.vector_norm(own))) or bool(own.isfinite().all())
 
 
 @dataclass(frozen=True, eq=False)
