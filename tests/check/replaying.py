@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +31,8 @@ class Recording:
             self.number = None
             self.passes += 1
 
-    def exact(self, *, recomputed_otherwise: bool = False) -> dict[int, ExactPass]:
-        result = self._exact.compute(recomputed_otherwise=recomputed_otherwise)
+    def exact(self, **options: Any) -> dict[int, ExactPass]:
+        result = self._exact.compute(**options)
         assert not self.calls.unrecorded
         return result
 

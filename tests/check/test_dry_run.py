@@ -25,7 +25,7 @@ ONE = CostEstimate(
 
 def test_time_memory_and_evidence_are_those_of_all_recorded_steps():
     text = " ".join(estimate_lines(ONE, 4))
-    assert "4 recorded steps will take about 6.40 s, instead of 2.00 s" in text
+    assert "4 recorded steps will take at most about 6.40 s, instead of 2.00 s" in text
     assert "about 1.00 MiB more on each rank, in addition to 4.00 KiB of parameters" in text
     assert "10.0 B per rank and step, 80.0 B in the temporary folder" in text
 
@@ -57,7 +57,7 @@ def test_a_script_is_ended_after_a_few_steps(tmp_path, monkeypatch, capfd):
     assert main(["check", "--dry-run", "--steps", "3", "--json", "cost.json", *command]) == 0
     out, err = capfd.readouterr()
     assert out.split() == ["0", "1"]
-    assert "DRY RUN: 3 recorded steps will take about" in err
+    assert "DRY RUN: 3 recorded steps will take at most about" in err
     written = json.loads((tmp_path / "cost.json").read_text())
     SCHEMA.validate(written)
     (training,) = written["trainings"]

@@ -70,7 +70,8 @@ class TrackedCall:
     maps the index in ``outputs`` of each single-number tensor to its key, field or index in the output. ``compiled``:
     the module or a part of it ran as compiled code. ``collectives`` counts how often the call communicated, by process
     group name. ``is_distributed``: some parameters are DTensors that no replay gathers. ``activations`` are the
-    arguments that are leaves and require a gradient, as in a pipeline stage. ``set_inputs`` has the activations that
+    arguments that are leaves and require a gradient, as in a pipeline stage. ``runs_code``: a backward pass runs custom
+    functions in Python, which may do something else each time. ``set_inputs`` has the activations that
     the script set as attributes of modules before the call: the attributes, the name, and a copy. ``frozen`` has the
     states of frozen parameters, and ``nodes`` the nodes that computed the arguments, while the call runs. A module may
     write its outputs into a dict that it is given, so the arguments are different afterwards.
@@ -96,6 +97,7 @@ class TrackedCall:
     obstacle: str = ""
     collectives: dict[str, int] = field(default_factory=dict)
     is_distributed: bool = False
+    runs_code: bool = False
     activations: tuple[Activation, ...] = ()
     set_inputs: tuple[tuple[dict[str, Any], str, Tensor], ...] = ()
     discarded: bool = False

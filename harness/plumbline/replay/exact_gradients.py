@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -49,6 +49,7 @@ class ExactPass:
     unknown. A parameter in neither was not used inside a tracked call. ``native`` has the same gradients in the
     training's own precision, if they were requested. ``communicates``: a call of the pass communicates with other
     ranks. ``beside`` has the parameters on which the loss depends in another way than through the outputs of calls.
+    ``repeats``: nothing was recomputed, because an earlier pass of the same kind was, and with success.
     """
 
     gradients: dict[nn.Parameter, Tensor] = field(default_factory=dict)
@@ -56,6 +57,7 @@ class ExactPass:
     uncovered: dict[nn.Parameter, str] = field(default_factory=dict)
     communicates: bool = False
     beside: set[Tensor] = field(default_factory=set)
+    repeats: bool = False
 
 
 class ExactGradients:
@@ -63,6 +65,9 @@ class ExactGradients:
 
     The rounding noise of a module's outputs is kept from step to step. If the outputs of a later call are within this
     noise of its exact replay, the call is not replayed again in the training's own precision.
+
+    A call is not replayed at all if it is of the same kind as earlier calls of its module, all of which could be
+    replayed. Calls in which ranks depend on each other are always replayed.
     """
 
     def __init__(
@@ -80,11 +85,21 @@ class ExactGradients:
         self._reduce = reduce
         self._noise: WeakKeyDictionary[nn.Module, float] = WeakKeyDictionary()
         self._compiled: WeakKeyDictionary[nn.Module, CompiledDraws | None] = WeakKeyDictionary()
+        self._replayed: WeakKeyDictionary[nn.Module, set[Hashable]] = WeakKeyDictionary()
 
-    def compute(self, *, recomputed_otherwise: bool = False) -> dict[int, ExactPass]:
+    def forget(self) -> None:
+        """Forget which kinds of calls have been replayed."""
+        self._replayed.clear()
+
+    def compute(
+        self, *, kind: Hashable = None, sent: Hashable = None, recomputed_otherwise: bool = False
+    ) -> dict[int, ExactPass]:
         """Return the exact gradients of all backward passes since the last time, by pass number.
 
         Args:
+            kind: of these passes; None if they have to be recomputed in any case.
+            sent: how often this rank communicated in each of them. This counts for calls whose backward pass runs own
+                code; otherwise, only a wrapper's reduction communicates.
             recomputed_otherwise: a backward pass may have recomputed other values than its forward had. The replays
                 then ignore torch's activation checkpoints, repeat the forward's random numbers in modules that run
                 again, and are also done in the training's own precision.
@@ -95,14 +110,29 @@ class ExactGradients:
                 self._reduce, passes, self._noise, self._compiled, self._truth, self._keeps,
                 recomputed_otherwise=recomputed_otherwise,
             )  # fmt: skip
-            pending = self._calls.pending()
-            for call in pending:
+            pending, outside = self._calls.pending(), self._calls.take_outside()
+            kinds = [
+                (one.module, (kind, _kind(one), sent if one.runs_code else None, _ids(outside))) for one in pending
+            ]
+            repeats = (
+                kind is not None
+                and not (recomputed_otherwise or self._calls.unrecorded)
+                and all(own in self._replayed.get(module, ()) for module, own in kinds)
+                and all(map(_can_repeat, pending))
+            )
+            for call in pending if not repeats else ():
                 step.gather(call)
             for call in pending:
                 self._look(call, step.exact, step.native)
-                step.replay(call)
+                if repeats:
+                    passes |= {number: ExactPass(repeats=True) for number in call.cotangents}
+                else:
+                    step.replay(call)
+            if not any(one.uncovered for one in passes.values()):
+                for module, own in kinds:
+                    self._replayed.setdefault(module, set()).add(own)
         self._calls.forget()
-        for number, parameters in self._calls.take_outside().items():
+        for number, parameters in outside.items():
             for parameter in parameters:
                 passes.setdefault(number, ExactPass()).uncovered.setdefault(parameter, OUTSIDE)
                 passes[number].beside.add(parameter)
@@ -229,6 +259,26 @@ class _Step:
             for parameter in parameters:
                 if isinstance(parameter, nn.Parameter):
                     self._passes[number].uncovered.setdefault(parameter, why)
+
+
+def _kind(call: TrackedCall) -> Hashable:
+    """Return what decides, apart from values, whether and how a call can be replayed."""
+    return (
+        tuple(mode for _, mode in call.training), call.autocast, call.default_dtype, call.compiled, call.runs_code,
+        tuple((id(one.parameter), one.requires_grad, one.dtype) for one in call.parameters),
+        tuple(one.dtype for one in call.outputs),
+        frozenset(tuple(one is not None for one in given) for given in call.cotangents.values()),
+    )  # fmt: skip
+
+
+def _ids(outside: Mapping[int, Sequence[nn.Parameter]]) -> Hashable:
+    return frozenset(frozenset(map(id, parameters)) for parameters in outside.values())
+
+
+def _can_repeat(call: TrackedCall) -> bool:
+    """Return whether this rank alone can tell that a replay of the call would show nothing new."""
+    depends = call.obstacle or call.foreign or any(call.collectives.values())
+    return not depends and not any(one.changed or is_gathered(one.parameter) for one in call.parameters)
 
 
 def _add(sums: dict[K, Tensor], key: K, value: Tensor) -> None:

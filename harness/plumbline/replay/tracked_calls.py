@@ -30,7 +30,7 @@ from plumbline.replay.random_state import RandomState
 from plumbline.replay.reasons import FLAT_PARTS, STALE
 from plumbline.replay.unsharding import is_distributed, shards
 from plumbline.replay.unwrapping import Role
-from plumbline.replay.uses import is_received, used_outside
+from plumbline.replay.uses import is_received, runs_own_code, used_outside
 
 CurrentPass = Callable[[], "int | None"]
 """Returns the number of the backward pass that is running, None if there is none that counts."""
@@ -307,6 +307,7 @@ class TrackedCalls:
             self._note_parameters(call)
             call.collectives = {name: now - call.collectives.get(name, 0) for name, now in collectives().items()}
             call.outputs = tuple(sample(one) for one in outputs)
+            call.runs_code = runs_own_code(outputs)
             call.scalars = _scalars(output, outputs)
             aliases = dict(zip(map(id, outputs), alias(call, call.nodes, self._received, outputs), strict=True))
             call.nodes = ()

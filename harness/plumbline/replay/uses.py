@@ -40,6 +40,12 @@ class Graph:
         )
 
 
+def runs_own_code(outputs: Iterable[Tensor]) -> bool:
+    """Return whether a backward pass from these tensors runs custom functions in Python, apart from the recorder's."""
+    nodes = _walk(outputs, into_calls=True)
+    return any(isinstance(node, BackwardCFunction) and not isinstance(node, _CALL) for node in nodes)
+
+
 def used_outside(outputs: Iterable[Tensor]) -> list[Tensor]:
     """Return the leaves that a gradient of ``outputs`` reaches without passing through the inside of a tracked call."""
     return [node.variable for node in _walk(outputs, into_calls=False) if hasattr(node, "variable")]

@@ -18,6 +18,9 @@ from plumbline.evidence.projection import project
 from plumbline.evidence.training_record import StepRecord, TrainingRecord
 from plumbline.recording.observer import Facts as Facts
 
+REPEATS = "repeats"
+"""The fact of a backward pass that nothing was recomputed, because an earlier pass of the same kind was."""
+
 SEGMENT = 64  # Most entries of a parameter's segment. A projection of this length gives a norm to 18 %.
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plumbline.check.evidence.training import RecordedStep, RecordedTraining
+from plumbline.check.evidence.training import REPEATS, RecordedStep, RecordedTraining
 from plumbline.check.judge.joint_truth import JointTruth
 from plumbline.check.judge.judged_gradients import (
     ALIKE_PARTS,
@@ -84,14 +84,16 @@ class Coverage:
     """How many elements of the trainable parameters were judged. Parameters that all ranks hold count once.
 
     ``gradients`` and ``updates``: elements whose gradient or update was compared with a nonzero one, so that it could
-    have differed. ``replays``: elements whose gradient was also compared with a recomputation. ``is_joint``: all ranks
-    recomputed the forward together, which they always do in float64.
+    have differed. ``replays``: elements whose gradient was also recomputed. ``is_joint``: all ranks recomputed the
+    forward together, which they always do in float64. ``repeats``: some steps were not recomputed, because earlier
+    ones of the same kind were.
     """
 
     gradients: Share
     updates: Share
     replays: Share
     is_joint: bool
+    repeats: bool = False
 
     @property
     def entries(self) -> int:
@@ -145,6 +147,7 @@ def coverage_of(training: RecordedTraining, findings: Iterable[Finding] = ()) ->
         _share(entries, _updates_left_out(training, entries) | never),
         _share(entries, replays | never),
         is_joint,
+        any(REPEATS in one.facts for rank in training.ranks for step in rank.steps for one in step.passes),
     )
 
 
@@ -241,7 +244,10 @@ def _updates_left_out(training: RecordedTraining, entries: Iterable[Key]) -> dic
 
 
 def _replays_left_out(training: RecordedTraining) -> dict[Key, str]:
-    """Return why a parameter was not replayed on some rank in some step, or that no gradient arrived at all."""
+    """Return why a parameter was not replayed on some rank in some step, or that no gradient arrived at all.
+
+    Passes that repeat a replayed one count as replayed.
+    """
     why: dict[Key, str] = {}
     arrived: set[Key] = set()
     every: set[Key] = set()
@@ -261,7 +267,7 @@ def _replayed(step: RecordedStep, reasons: Mapping[str, str]) -> Iterator[tuple[
     """Yield each parameter's name, why it was not replayed ("" if it was), and whether a gradient arrived."""
     reached = [_holds_any(one.local != 0, step) for one in step.passes]
     unknown = [
-        there if one.exact is None else there & _holds_any(one.exact.isnan(), step)
+        there & (REPEATS not in one.facts if one.exact is None else _holds_any(one.exact.isnan(), step))
         for there, one in zip(reached, step.passes, strict=True)
     ]
     for index, parameter in enumerate(step.parameters):

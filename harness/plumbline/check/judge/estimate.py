@@ -37,7 +37,7 @@ class CostEstimate:
     evidence_bytes: int
 
     def checked_s(self, steps: int) -> float:
-        """Return how long ``steps`` recorded steps will take."""
+        """Return how long ``steps`` recorded steps will take if the gradients of each are recomputed."""
         return steps * (max(self.recorded_s, self.plain_s) + self.replay_s)
 
     def unchecked_s(self, steps: int) -> float:
@@ -68,7 +68,7 @@ def estimate(training: RecordedTraining, folder: Path) -> CostEstimate | None:
 def estimate_lines(one: CostEstimate, steps: int) -> Iterator[str]:
     """Yield what ``steps`` steps will cost, in sentences."""
     yield (
-        f"{counted(steps, 'recorded step')} will take about {in_words(one.checked_s(steps), 's')}, instead of "
+        f"{counted(steps, 'recorded step')} will take at most about {in_words(one.checked_s(steps), 's')}, instead of "
         f"{in_words(one.unchecked_s(steps), 's')} without a check"
     )
     yield (

@@ -153,6 +153,7 @@ def _received_through(
     training: RecordedTraining, hook_format: str
 ) -> Iterator[tuple[ReceivedGradient, Mapping[int, RecordedStep]]]:
     previous: dict[tuple[int, int], ReceivedGradient] = {}
+    measured: dict[tuple[int, int], ReceivedGradient] = {}
     held_in_parts = model_parts(training)
     windows, divisor = _windows(training), requested_divisor(training)
     for index in range(min((len(rank.steps) for rank in training.ranks), default=0)):
@@ -166,9 +167,10 @@ def _received_through(
         for rank in shared:
             ranks = _of_what_it_holds(rank, shared)
             step = ranks[rank]
-            before = previous.get((rank, optimizer))
-            if before is not None and before.parameters != step.parameters:
-                before = None
+            before, recomputed = (
+                one if (one := known.get((rank, optimizer))) and one.parameters == step.parameters else None
+                for known in (previous, measured)
+            )
             case = ReceivedGradient(
                 index,
                 rank,
@@ -178,8 +180,11 @@ def _received_through(
                 hook_format=hook_format,
                 parts=parts,
                 divisor=divisor,
+                measured=recomputed,
             )
             previous[rank, optimizer] = replace(case, previous=None)
+            if case.exact(RIGHT) is not None:
+                measured[rank, optimizer] = replace(case, previous=None, measured=None)
             if not step.skipped and step.parameters:
                 yield case, recorded
 

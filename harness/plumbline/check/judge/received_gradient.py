@@ -44,6 +44,7 @@ class ReceivedGradient(GradientCase):
     gradients, "" without one. ``parts``: names of parameters of which each rank holds a different part, so that it is
     unknown how their gradients belong together. ``factor``: the ratio of all wrong gradients to the right ones.
     ``divisor``: the number by which the script divides sums over ranks, None if it is the number of ranks.
+    ``measured``: the optimizer's last step before this one whose gradients were recomputed, None without one.
     """
 
     index: int
@@ -56,6 +57,7 @@ class ReceivedGradient(GradientCase):
     parts: frozenset[str] = frozenset()
     factor: float = 1.0
     divisor: float | None = None
+    measured: ReceivedGradient | None = None
 
     @property
     def step(self) -> RecordedStep:
@@ -274,11 +276,20 @@ class ReceivedGradient(GradientCase):
         ratio = error / (factor * bound).clamp_min(torch.finfo(torch.float64).tiny)
         return torch.where(error > 0, ratio, self.zero), factor
 
+    def _rounding(self, value: Tensor, exact: Tensor | None) -> Tensor:
+        """Return the distance of each parameter's combined gradient from the exact one, 0 where it is unknown."""
+        if exact is None and self.measured is not None:
+            before = self.measured.value(RIGHT)
+            apart, size = self.measured._rounding(before, self.measured.exact(RIGHT)), self.norms(before)
+            return torch.where(size > 0, apart / size, self.zero) * self.norms(value)
+        return self.zero if exact is None else self.norms(value - torch.where(exact.isnan(), value, exact))
+
     def in_noise(self, combination: Combination, factor: float, only: int | None = None) -> Deviation | None:
         """Return the error of all covered parameters together, or of parameter ``only``; None without any noise.
 
         Noise has two parts: the distance between the local gradients and the exact ones, combined in the same way, and
-        one rounding for each addition on the way to the optimizer. The roundings are taken to be independent. A
+        one rounding for each addition on the way to the optimizer. The roundings are taken to be independent. If no
+        exact gradients are known, the first part is as large as in the last step with some, relative to the gradient. A
         communication hook rounds each rank's gradient first. The limit is the largest error that ``fit`` accepts as
         rounding. ``fit`` bounds the distance from the local gradients, while the error is the distance from the exact
         ones, so the limit adds the distance between the two.
@@ -287,7 +298,7 @@ class ReceivedGradient(GradientCase):
         target = value if exact is None else torch.where(exact.isnan(), value, exact)
         error = self.norms(self.received - factor * target)
         additions = sum(len(step.passes) for step in self.ranks.values())
-        roundings = [self.norms(value - target), additions**0.5 * self.units * self.norms(value)]
+        roundings = [self._rounding(value, exact), additions**0.5 * self.units * self.norms(value)]
         if self.hook_format:
             roundings.append(self._underflow(combination.weight))
             roundings += [abs(w) * self.units * self.norms(one.local) for _, w, one in self._shares(combination.weight)]

@@ -25,7 +25,7 @@ class ArrivedGradients:
     ``distributed``: a DTensor gradient arrived at some parameter, and was not recorded. ``in_flat_parts`` says the same
     of a flat parameter that not all ranks share. ``whole``: whole gradients of parameters that are in no optimizer,
     kept until it is known in which pieces optimizers hold copies of the parameters. ``written``: what ``written`` says
-    of each parameter of an optimizer when the pass begins.
+    of each parameter of an optimizer when the pass begins. ``sent``: how often this rank communicated in the pass.
     """
 
     number: int
@@ -38,6 +38,7 @@ class ArrivedGradients:
     in_flat_parts: bool = False
     whole: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     written: dict[int, tuple[int, int]] = field(default_factory=dict)
+    sent: int = 0
 
     def belongs_to_others(self, own: Iterable[Tensor], every: Iterable[Tensor]) -> bool:
         """Return whether gradients are known to have arrived at other optimizers' parameters only."""

@@ -9,11 +9,14 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from plumbline.check.evidence.options import RecordingOptions
+from plumbline.check.evidence.training import REPEATS
 from plumbline.check.rank.joint.forward import recorded_calls
 from plumbline.check.rank.joint.steps import JointSteps
 from plumbline.check.rank.known_optimizers import KnownOptimizers
 from plumbline.check.rank.local_gradients import ArrivedGradients, LocalGradients
 from plumbline.check.rank.master_layout import MasterLayouts
+from plumbline.check.rank.observers.experts import NAME as EXPERTS
+from plumbline.check.rank.observers.recomputation import NAME as RECOMPUTATION
 from plumbline.check.rank.observers.recomputation import recomputed_otherwise
 from plumbline.check.rank.optimizer.loss_scale import LossScale
 from plumbline.check.rank.optimizer.weights_print import written
@@ -28,6 +31,7 @@ from plumbline.recording.parameter_names import ParameterNames
 from plumbline.recording.parameters import parameters_of
 from plumbline.recording.sharding import arrival_leaves, is_flat
 from plumbline.replay.checkpointing import nothing_recomputed
+from plumbline.replay.collectives import collectives
 from plumbline.replay.exact_gradients import ExactGradients, ExactPass
 from plumbline.replay.precision import ReplayPrecision
 from plumbline.replay.reasons import OUTSIDE
@@ -94,6 +98,7 @@ class TrainingPasses:
     def start(self) -> None:
         """Follow the passes from now on."""
         self._following = True
+        self._exact.forget()
         self._calls.start()
 
     def stop(self) -> None:
@@ -121,7 +126,7 @@ class TrainingPasses:
             self._layouts.find(optimizer, number, [*own, *others])
             for one in (*own, *others):
                 one.reduce(self._layouts.reduced)
-            self._replay([*own, *others])
+            self._replay([*own, *others], number)
         return own, others
 
     def stepped(self, optimizer: int) -> None:
@@ -168,6 +173,7 @@ class TrainingPasses:
         one.written = dict(zip(map(id, every), written(every), strict=True))
         with nothing_recomputed():
             self._observers.tell(lambda observer: observer.backward_begins(one.number, roots))
+        one.sent = -sum(collectives().values())
 
     def _pass_ends(self, one: ArrivedGradients) -> None:
         if self._following:
@@ -176,6 +182,7 @@ class TrainingPasses:
     def _end(self, one: ArrivedGradients) -> None:
         if self._gradients.error is not None:
             raise self._gradients.error
+        one.sent += sum(collectives().values())
         one.facts |= self._observers.tell(lambda observer: observer.backward_ends(one.number))
         one.facts["reached"] = self._calls.reached(one.number)
         if self._gradients.passes.has_failed:
@@ -185,21 +192,33 @@ class TrainingPasses:
             one.facts |= {"distributed": one.distributed, "in_flat_parts": one.in_flat_parts}
             self._windows.add(one)
 
-    def _replay(self, passes: Sequence[ArrivedGradients]) -> None:
-        """Recompute the gradients of these passes in float64. Passes without calls to replay get no exact gradients."""
+    def _replay(self, passes: Sequence[ArrivedGradients], optimizer: int) -> None:
+        """Recompute the gradients of these passes in float64. Passes without calls to replay get no exact gradients.
+
+        The judge compares the script's own gradients. Those in float64 show how large rounding noise is, and that
+        forwards can be repeated, which one step of each kind does. Whether a router's gradient is zero is a question
+        about every step.
+        """
         if not self._replays:
             self._calls.forget()
             return
         calls = recorded_calls(self._calls.pending(), self._scales)
         self._scales = {}
         otherwise = any(recomputed_otherwise(one.facts) for one in passes)
-        exact = self._exact.compute(recomputed_otherwise=otherwise)
+        arrived = frozenset((one.sent if RECOMPUTATION in one.facts else 0, frozenset(one.local)) for one in passes)
+        sent = frozenset(one.sent for one in passes)
+        routes = any(EXPERTS in one.facts for one in passes)
+        kind = None if routes else (optimizer, self._layouts.of(optimizer) is None, arrived)
+        exact = self._exact.compute(kind=kind, sent=sent, recomputed_otherwise=otherwise)
         for one in passes:
             found = exact.get(one.number)
             if found is not None:
                 if otherwise:
                     _leave_out_hooked(found)
-                one.exact = {id(parameter): gradient for parameter, gradient in found.gradients.items()}
+                if found.repeats:
+                    one.facts[REPEATS] = True
+                else:
+                    one.exact = {id(parameter): gradient for parameter, gradient in found.gradients.items()}
                 one.native = {id(parameter): gradient for parameter, gradient in found.native.items()}
                 for parameter, reason in found.uncovered.items():
                     self.uncovered.setdefault(self._names.of_one(parameter), reason)

@@ -54,8 +54,8 @@ class CheckCoverage(BaseModel):
     """How much of a training was judged.
 
     ``parameters`` is the number of trainable entries. The gradients of the share ``compared`` were judged, and the
-    updates of the share ``updates``. The gradients of the share ``replayed`` were recomputed in float64. Each list has
-    the parameters that were left out, and why.
+    updates of the share ``updates``. The gradients of the share ``replayed`` were recomputed in float64, at least in
+    the first step of each kind. Each list has the parameters that were left out, and why.
     """
 
     parameters: Count

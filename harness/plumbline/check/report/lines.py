@@ -140,7 +140,8 @@ def coverage_lines(coverage: Coverage, truth: str) -> Iterator[str]:
     if replays.entries:
         precision = "float64" if coverage.is_joint else truth
         whose = "by all ranks together" if coverage.is_joint else "on each rank"
-        yield f"recomputed in {precision} {whose}: {percent(replays.part)} of the backward passes' gradients"
+        when = ", in the first step of each kind" if coverage.repeats and not coverage.is_joint else ""
+        yield f"recomputed in {precision} {whose}{when}: {percent(replays.part)} of the backward passes' gradients"
     elif gradients.entries:
         yield "gradients were compared with those of the script's own backward passes"
     for what, share in (("gradients", gradients), ("updates", updates)):
