@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+from plumbline.check.rank.observers.document_layout import document_ends
 from plumbline.check.rank.observers.row_hashes import ROWS_KEPT, row_hashes, rows_of
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool)
@@ -79,3 +82,30 @@ def test_documents_of_tokens_are_rows() -> None:
     assert first == again
     assert len(set(documents(3, 6))) == 2
     assert len(documents(3, 5)) == 6  # the ends are not those of this tensor
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"position_ids": torch.tensor([0, 1, 2, 0, 1, 0])},
+        {"document_ids": torch.tensor([0, 0, 0, 1, 1, 2])},
+        {"cu_seqlens": torch.tensor([0, 3, 5, 6])},
+    ],
+    ids=lambda named: next(iter(named)),
+)
+def test_documents_of_a_stream_of_tokens_are_rows(named) -> None:
+    class Model(nn.Module):
+        def forward(self, input_ids, **named):
+            pass
+
+    arguments = {"input_ids": torch.tensor([5, 6, 7, 5, 6, 8]), **named}
+    facts = rows_of((), arguments, lambda: document_ends(Model(), (), arguments))
+    assert facts is not None
+    assert facts["rows"] == 3
+
+
+def test_a_stream_of_one_document_is_one_row() -> None:
+    arguments = {"input_ids": torch.tensor([5, 6, 5]), "position_ids": torch.arange(3)}
+    facts = rows_of((), arguments, lambda: document_ends(nn.Identity(), (), arguments))
+    assert facts is not None
+    assert facts["rows"] == 1

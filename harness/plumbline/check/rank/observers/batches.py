@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from plumbline.check.evidence.training import Facts
+from plumbline.check.rank.observers.document_layout import document_ends
 from plumbline.check.rank.observers.loaders import LoaderObserver
 from plumbline.check.rank.observers.row_hashes import rows_of, tensors_in
 from plumbline.recording.observer import Observer
@@ -46,7 +47,7 @@ class BatchObserver(Observer):
                 "class": type(module).__name__,
                 "training": module.training,
                 "fetched": self._loaders.origin_of(list(tensors_in((args, kwargs)))),
-                **(rows_of(args, kwargs) or {}),
+                **(rows_of(args, kwargs, lambda: document_ends(module, args, kwargs)) or {}),
             }
         )
 

@@ -84,6 +84,18 @@ def positions_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
     return next(((one.reshape(shape), tokens) for one in found), None)
 
 
+def document_ends(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[int] | None:
+    """Return 0 and where each document ends in a call's single row of tokens; None if its arguments do not tell."""
+    layout = layout_of(module, args, kwargs)
+    if layout is not None and layout.documents_by and layout.shape[0] == 1:
+        lengths = torch.unique_consecutive(layout.documents[0], return_counts=True)[1]
+        return [0, *(int(end) for end in lengths.cumsum(0))]
+    positions, _ = positions_of(module, args, kwargs) or (torch.zeros(0, 0), None)
+    if len(positions) == 1 and torch.equal(positions[0], torch.arange(positions.shape[1]).to(positions)):
+        return [0, positions.shape[1]]
+    return None
+
+
 def _bound(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
     try:
         return inspect.signature(module.forward).bind(*args, **kwargs).arguments

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from plumbline.check.evidence.training import Facts
+from plumbline.recording.patching import attempt
 
 ROWS_KEPT = 256
 """The most rows whose hashes are kept. Of a larger batch the smallest hashes are kept, the same on every rank."""
@@ -22,17 +23,22 @@ _ENTRIES_AT_ONCE_ON_DEVICE = 2**23
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def rows_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Facts | None:
+def rows_of(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], ends: Callable[[], list[int] | None] = lambda: None
+) -> Facts | None:
     """Return the facts about the rows (dim 0) of a call's input tensors, None if it has none.
 
     ``in_rows`` says which tensors make up the rows. ``hashes`` are in the order of rows if all of them are kept. If the
-    rows are tokens, and ``cu_seqlens`` has the places where documents begin, each document counts as a row.
+    rows are tokens, and ``cu_seqlens`` or ``ends`` has the places where documents end, each document counts as a row.
     """
     tensors = in_rows(tensor for tensor in tensors_in((args, kwargs)) if tensor.numel() and _is_readable(tensor))
     if not tensors:
         return None
     hashes = row_hashes(tensors)
-    if (places := _document_ends(kwargs, len(hashes))) is not None:
+    places = _document_ends(kwargs, len(hashes))
+    if places is None and all(tensor.dim() == 1 for tensor in tensors):
+        places = attempt(ends)
+    if places is not None and places[-1] == len(hashes):
         hashes = [hash(tuple(hashes[start:end])) for start, end in pairwise(places)]
     kept = hashes if len(hashes) <= ROWS_KEPT else sorted(hashes)[:ROWS_KEPT]
     return {
