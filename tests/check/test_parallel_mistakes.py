@@ -438,6 +438,9 @@ def test_experts_that_are_reduced_over_their_replicas_are_right() -> None:
     training = checked(experts_reduced, 4)
     assert not bad(training)
     assert answer_of(training) is Answer.RIGHT
+    differing = [one.message for one in training.findings if one.check in ("initial-weights", "ranks-agree")]
+    assert differing
+    assert all("right if these ranks hold parts of one model" in message for message in differing)
 
 
 def test_parts_that_are_reduced_over_the_ranks_of_other_parts_are_named() -> None:

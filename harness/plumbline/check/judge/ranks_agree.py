@@ -257,18 +257,29 @@ def judge_ranks_agree(training: RecordedTraining) -> Iterator[Finding]:
         )
 
 
-def without_excuse(findings: Sequence[Finding]) -> list[Finding]:
-    """Return the findings; if gradients are wrong or wrongly clipped, no reason excuses ranks that differ.
+def without_excuse(findings: Sequence[Finding], *, is_joint: bool) -> list[Finding]:
+    """Return the findings with what the gradients tell about ranks that differ.
 
-    Gradients that are wrong can show how they are reduced, so the finding does not say that nothing shows this.
+    If gradients are wrong or wrongly clipped, no reason excuses such ranks, and the gradients can show how they are
+    reduced. ``is_joint``: the ranks compute one forward together, so they may hold parts of one model.
     """
-    wrong = any(one.check in ("gradients", "clipping") and one.outcome is Outcome.FAILED for one in findings)
-    return [
-        replace(one, message=one.message.replace(f"; {IF_INTENDED}{UNKNOWN}", "").replace(f"; {IF_INTENDED}", ": "))
-        if wrong and one.check == AFTER_STEPS
-        else one
-        for one in findings
-    ]
+    judged = {(one.check, one.outcome) for one in findings}
+    if not judged.isdisjoint({("gradients", Outcome.FAILED), ("clipping", Outcome.FAILED)}):
+        return [
+            replace(one, message=one.message.replace(f"; {IF_INTENDED}{UNKNOWN}", "").replace(f"; {IF_INTENDED}", ": "))
+            if one.check == AFTER_STEPS
+            else one
+            for one in findings
+        ]
+    if not is_joint or ("gradients", Outcome.PASSED) not in judged:
+        return list(findings)
+    told = []
+    for one in findings:
+        what, excuse, _ = one.message.partition(f"; {IF_INTENDED}")
+        is_excused = excuse and one.check in (AT_THE_START, AFTER_STEPS)
+        right = f"{what}; the gradients are right if these ranks hold parts of one model."
+        told.append(replace(one, message=right) if is_excused else one)
+    return told
 
 
 def must_agree(weights: RankWeights, optimizer: int, layout: RankLayout, reduced: Collection[tuple[int, str]]) -> bool:

@@ -120,8 +120,10 @@ def with_resumption(
 
 
 def _judged(training: RecordedTraining, folder: Path) -> CheckedTraining:
-    findings = without_excuse(judge(training))
-    return CheckedTraining(training, findings, coverage_of(training, findings), estimate(training, folder))
+    found = judge(training)
+    coverage = coverage_of(training, found)
+    findings = without_excuse(found, is_joint=coverage.is_joint)
+    return CheckedTraining(training, findings, coverage, estimate(training, folder))
 
 
 def read_trainings(folder: Path) -> list[RecordedTraining]:
