@@ -78,7 +78,7 @@ CORRECT: dict[str, Callable[[nn.Module], object]] = {
     "by value": lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), 0.01),
     "by hand": _by_hand,
     "only for its norm": lambda model: NORM(model.parameters(), math.inf),
-    "a part": lambda model: NORM(model[0].parameters(), 0.1),
+    "a part": lambda model: NORM(model.parameters(), 0.1),
 }  # fmt: skip
 
 
@@ -146,9 +146,15 @@ def test_a_norm_that_is_only_looked_at_after_the_step_is_not():
     assert causes(trained(CORRECT["only for its norm"], after=True)) == []
 
 
-def test_clipping_every_micro_batch_is_found():
-    def script() -> None:
-        model = small_model()
+@pytest.mark.parametrize("sharded", [False, True])
+def test_clipping_every_micro_batch_is_found(sharded):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    def script(rank: int) -> None:
+        model = small_model(6, 8, 4)
+        if sharded:  # autograd adds to a DTensor without counting it as a change of the shard
+            parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
         for step in range(2):
             optimizer.zero_grad()
@@ -157,7 +163,9 @@ def test_clipping_every_micro_batch_is_found():
                 NORM(model.parameters(), 0.1)
             optimizer.step()
 
-    assert causes(recorded(script)) == ["clipped-every-micro-batch"]
+    training = recorded_on_ranks(script) if sharded else recorded(lambda: script(0))
+    assert causes(training) == ["clipped-every-micro-batch"]
+    assert not any(step.facts["clipping"]["by_hand"] for step in training.ranks[0].steps)
 
 
 @pytest.mark.parametrize("change", [lambda model: NORM(model.parameters(), 0.1), lambda model: _by_hand(model)])

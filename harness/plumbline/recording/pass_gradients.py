@@ -14,16 +14,20 @@ class PassGradients:
     """The gradients' tensors and their versions when a backward pass began."""
 
     def __init__(self, parameters: Iterable[Tensor] = ()) -> None:
-        self._before = {}
-        for one in parameters:
-            if one.grad is not None:
-                own = local(one.grad)
-                self._before[id(one)] = (ref(own), own._version)
+        self._before = {id(one): (ref(one.grad), _versions(one.grad)) for one in parameters if one.grad is not None}
 
     def is_changed(self, parameter: Tensor) -> bool:
         """Return whether the parameter has another gradient now, or has written to the one that it had."""
-        if parameter.grad is None:
-            return id(parameter) in self._before
-        own = local(parameter.grad)
-        known = self._before.get(id(parameter))
-        return known is None or known[0]() is not own or known[1] != own._version
+        gradient, known = parameter.grad, self._before.get(id(parameter))
+        if gradient is None or known is None:
+            return (gradient is None) != (known is None)
+        tensor, versions = known
+        return tensor() is not gradient or versions != _versions(gradient)
+
+
+def _versions(gradient: Tensor) -> tuple[int, int]:
+    """Return a gradient's version, and that of a DTensor's shard.
+
+    Autograd adds to a DTensor without counting it as a change of the shard, and FSDP adds to the shard alone.
+    """
+    return gradient._version, local(gradient)._version
