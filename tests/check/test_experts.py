@@ -233,6 +233,21 @@ def test_a_mistake_with_experts_is_told(notes, train, said):
     assert any(said in one for one in found), found
 
 
+def test_a_router_that_nothing_trains_is_not_said_to_be_balanced(notes):
+    class Both(Net):
+        def __init__(self):
+            super().__init__()
+            self.other = Experts(detached=True)
+
+        def forward(self, inputs):
+            tokens = self.first(inputs)
+            return self.head(self.moe(tokens + self.other(tokens)))
+
+    said = notes(partial(fit, Both))
+    assert any("no gradient reached it" in one for one in said)
+    assert not any("no gradient of the main loss" in one for one in said)
+
+
 def test_a_weight_of_one_expert_that_is_divided_by_itself_leaves_no_gradient(notes):
     class Normed(Experts):
         def forward(self, tokens):

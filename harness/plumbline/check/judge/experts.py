@@ -70,9 +70,9 @@ def _only_balanced(training: RecordedTraining) -> Iterator[Finding]:
     noted = [facts for rank in training.ranks for one in passes_of(rank) if (facts := _noted(one))]
     if not all(facts["balancing"] for facts in noted):
         return
-    routers = [(name, router["reached"]) for facts in noted for name, router in facts["routers"].items()]
-    reached = {name for name, is_reached in routers if is_reached}
-    if alone := sorted({name for name, _ in routers} - reached):
+    routers = [each for facts in noted for each in facts["routers"].items()]
+    others = {name for name, router in routers if router["reached"] or not router["balanced"]}
+    if alone := sorted({name for name, _ in routers} - others):
         yield information(
             CHECK,
             f"no gradient of the main loss reaches the scores of {listed(alone)}: only losses that are computed from "

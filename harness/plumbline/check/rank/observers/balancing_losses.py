@@ -44,7 +44,8 @@ class BalancingLosses:
     without a gradient is added to the loss, the names of losses without a gradient that modules hold. ``dropped``:
     names of the script's functions that attach such a term to a tensor that nothing uses.
 
-    ``reached`` has the ids of the nodes of scores that a gradient of the other terms reaches.
+    ``reached`` has the ids of the nodes of scores that a gradient of the other terms reaches, and ``balanced`` those
+    that one of these terms reaches.
     """
 
     def __init__(self) -> None:
@@ -53,6 +54,7 @@ class BalancingLosses:
         self._others: Facts = {}
         self._handles: list[Any] = []
         self.reached: set[int] = set()
+        self.balanced: set[int] = set()
 
     @property
     def facts(self) -> Facts:
@@ -68,7 +70,7 @@ class BalancingLosses:
         for handle in self._handles:
             handle.remove()
         self._found, self._handles, self._others = [], [], {}
-        self.reached = set()
+        self.reached, self.balanced = set(), set()
 
     def note_function(self, kind: Any, args: tuple[Any, ...], result: Any) -> None:
         """Note a number with a gradient that a function is given in addition to the tensor that it returns."""
@@ -96,6 +98,7 @@ class BalancingLosses:
             for one in terms_of(node):
                 if one.node is not None and only_from(one.node, scores):
                     self._add(_Balancing(one, [constant for _, constant in one.constants], function))
+        self.balanced = {*nodes_reached([one.term.node for one in self._found])} & scores.keys()
         self._others = {
             "main": [[one.factor, _is_mean(one.node)] for one in main],
             "constant": sorted(_without_graph(roots)) if any(one.node is None for one in terms) else [],

@@ -60,6 +60,7 @@ class _Selection:
     without: Tensor | None = None
     tokens: Tensor | None = None
     is_reached: bool = False
+    is_balanced: bool = False
 
     @property
     def name(self) -> str:
@@ -72,12 +73,12 @@ class ExpertObserver(Observer):
 
     ``routers`` has, by module name: the numbers of ``tokens``, of ``choices``, and of selected choices ``k``;
     ``parameters``, the names of the parameters that compute the scores; ``moved``, those of them that are not in the
-    graph but have changed; ``is_biased``, whether the module holds a number without a gradient for each expert; and
-    ``without``, the number of tokens that no expert received; and ``reached``, whether a gradient of anything but the
-    balancing losses reaches the scores, or they are not in the graph. For the first tokens it has ``experts``, a hash
-    of each token's experts, None if rounding may decide, and ``given``, a number that identifies the token.
-    ``rerouted`` has the recomputed selections that differ from those of the forward. The other facts are those of
-    ``BalancingLosses``.
+    graph but have changed; ``is_biased``, whether the module holds a number without a gradient for each expert;
+    ``without``, the number of tokens that no expert received; ``reached``, whether a gradient of anything but the
+    balancing losses reaches the scores, or they are not in the graph; and ``balanced``, whether a gradient of these
+    losses does. For the first tokens it has ``experts``, a hash of each token's experts, None if rounding may decide,
+    and ``given``, a number that identifies the token. ``rerouted`` has the recomputed selections that differ from those
+    of the forward. The other facts are those of ``BalancingLosses``.
     """
 
     name = NAME
@@ -119,7 +120,9 @@ class ExpertObserver(Observer):
             if len(roots) == 1:
                 attempt(self._losses.look, roots[0].grad_fn, scores, self._roots)
             for one in chosen:
-                one.is_reached = one.scores is None or any(id(n) in self._losses.reached for n in one.scores.nodes)
+                nodes = set() if one.scores is None else set(map(id, one.scores.nodes))
+                one.is_reached = one.scores is None or not nodes.isdisjoint(self._losses.reached)
+                one.is_balanced = not nodes.isdisjoint(self._losses.balanced)
 
     def backward_ends(self, number: int) -> Facts | None:
         chosen = self._chosen()
@@ -210,9 +213,11 @@ class ExpertObserver(Observer):
                     "is_biased": any(each.grad is None for each in one.biases),
                     "without": None,
                     "reached": False,
+                    "balanced": False,
                 },
             )
             known["reached"] |= one.is_reached
+            known["balanced"] |= one.is_balanced
             known["tokens"] += len(one.experts)
             if one.without is not None:
                 known["without"] = (known["without"] or 0) + int(one.without)
