@@ -42,9 +42,10 @@ class ArrivedGradients:
 
     def belongs_to_others(self, own: Iterable[Tensor], every: Iterable[Tensor]) -> bool:
         """Return whether gradients are known to have arrived at other optimizers' parameters only."""
-        others = set(map(id, every)) - set(map(id, own))
-        is_known = not (self.distributed or self.in_flat_parts or self.whole)
-        return is_known and bool(self.local) and self.local.keys() <= others
+        is_known = bool(self.local) and not (self.distributed or self.in_flat_parts or self.whole)
+        if not is_known or not self.local.keys().isdisjoint(map(id, own)):
+            return False
+        return self.local.keys() <= set(map(id, every))
 
     def reduce(self, reduced: Reduce) -> None:
         """Reduce the whole gradients whose pieces are known by now."""

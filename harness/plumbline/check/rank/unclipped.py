@@ -150,6 +150,7 @@ class UnclippedGradients(Observer):
             for name in map(id, changed):
                 if name in known and notes.get(name) is known[name]:  # not noted anew during the pass
                     del notes[name]
+        self._known = ()
         if self._keeps_after_backward and self.recording:
             scales = self._scales()
             with torch.no_grad(), paused():
