@@ -321,6 +321,27 @@ class AlikeExperts(Experts):
     begin_apart = False
 
 
+class ChoosingExperts(AlikeExperts):
+    """Each rank's expert chooses rows, and all ranks get the outputs."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        chosen = self.router(values).softmax(-1).topk(len(values) // dist.get_world_size(), dim=0)
+        weights, rows = chosen.values.T.reshape(-1, 1), chosen.indices.T.flatten()
+        outputs = weights * Collected.apply(self.expert(values[_own_rows(rows)]))
+        return self.last(self.first(values).index_add(0, rows, outputs))
+
+
+class Branches(nn.Module):
+    """Every rank builds all branches, and computes its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(WIDTH, 4) for _ in range(dist.get_world_size()))
+
+    def forward(self, values: Tensor) -> Tensor:
+        return Summed.apply(self.branches[dist.get_rank()](values))
+
+
 class Checkpointed(Megatron):
     """Recomputes its activations in the backward pass; half of what it begins with counts as constant."""
 
@@ -562,6 +583,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], None], int]] = 
     "watched": (Watched, _nothing, 0),
     "not-zeroed-in-a-function": (NotZeroed, _nothing, 0),
     "alike-experts": (AlikeExperts, _experts, 1),
+    "choosing-experts": (ChoosingExperts, _nothing, 0),
+    "branches": (Branches, _nothing, 0),
     "checkpointed": (Checkpointed, _nothing, 0),
     "padded": (Padded, _nothing, 0),
     "quantized-by-torch": (Quantized, _nothing, 0),
@@ -590,7 +613,7 @@ def clip(model: nn.Module, in_parts: set[str]) -> None:
     if MISTAKE == "clipped-by-own-norm":
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         return
-    gradients = {name: local(one.grad) for name, one in model.named_parameters()}
+    gradients = {name: local(one.grad) for name, one in model.named_parameters() if one.grad is not None}
     if MISTAKE == "clipped-by-own-norm-by-hand":
         own = torch.stack([one.square().sum() for one in gradients.values()]).sum().sqrt()
         for one in model.parameters():
@@ -603,7 +626,8 @@ def clip(model: nn.Module, in_parts: set[str]) -> None:
     square += sum(one.square().sum() for name, one in gradients.items() if name not in counted)
     for one in model.parameters():  # DTensors and others cannot be clipped together
         if MISTAKE == "clipped-by-hand":
-            one.grad *= 0.1 / square.sqrt()
+            if one.grad is not None:
+                one.grad *= 0.1 / square.sqrt()
             continue
         nn.utils.clip_grads_with_norm_([one], 0.1, square.sqrt())
 
@@ -631,7 +655,7 @@ def train(scene: str) -> list[float]:
         loss.backward()
         finish(model)
         if MISTAKE.startswith("clipped"):
-            clip(model, {"up.weight", "up.bias", "down.weight"} if scene != "experts" else {"expert"})
+            clip(model, {"up.weight", "up.bias", "down.weight", "expert", "branches"})
         optimizer.step()
         losses.append(loss.item())
     return losses

@@ -46,6 +46,10 @@ def test_the_norm_is_right_where_the_script_also_reduces_and_clips_by_itself() -
     assert answer_of(training) is Answer.RIGHT, training.coverage.gradients
 
 
+def test_ranks_that_compute_other_layers_of_one_model_are_not_compared() -> None:
+    assert not bad(checked("branches", "clipped-by-hand"))
+
+
 def test_one_factor_at_every_step_is_no_clipping() -> None:
     training = checked("experts", "clipped-by-one-factor")
     assert answer_of(training) is Answer.NOT_JUDGED, training.coverage.gradients

@@ -185,7 +185,8 @@ def multiplied_copies(training: RecordedTraining) -> Finding | None:
 def _factors_of_copies(copies: Sequence[RankWeights], rounding: float) -> list[float] | None:
     """Return by which factor each rank's gradients of copies are those of the first rank.
 
-    None if they are no multiples, or if fewer than two of them are more than one number.
+    None if they are no multiples, or if fewer than two of them are more than one number. A rank without any gradient of
+    them does not compute these layers.
     """
     received = [[each.nan_to_num() for each in one.received] for one in copies if one.parameter.entries > 1]
     used = [own for own in received if bool(own[0].any())]
@@ -193,6 +194,8 @@ def _factors_of_copies(copies: Sequence[RankWeights], rounding: float) -> list[f
         return None
     vectors = [torch.cat(each) for each in zip(*used, strict=True)]
     first = vectors[0]
+    if not all(bool(each.any()) for each in vectors):
+        return None
     factors = [float(each @ first / (first @ first)) for each in vectors]
     apart = (float((each - factor * first).norm()) for each, factor in zip(vectors, factors, strict=True))
     limits = (rounding * float(each.norm()) for each in vectors)
