@@ -97,8 +97,9 @@ def test_a_gradient_that_a_function_adds_is_told() -> None:
     assert "the backward of AddedLoss adds a gradient of its own, whose size was not judged" in gradients.message
 
 
-def test_experts_that_begin_with_equal_values_are_not_accused() -> None:
-    training = checked("alike-experts")
+@pytest.mark.parametrize("scene", ["alike-experts", "choosing-experts"])
+def test_experts_that_begin_with_equal_values_are_not_accused(scene: str) -> None:
+    training = checked(scene)
     assert answer_of(training) is Answer.RIGHT_IN_PART
     assert any("start with equal values on several ranks" in one.message for one in training.findings)
 

@@ -5,10 +5,10 @@ The latter is how ranks apply norms under sequence parallelism.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -19,14 +19,18 @@ from plumbline.replay.collectives import is_collective, reaches_others
 from plumbline.replay.memory import address_of
 from plumbline.replay.nested import tensors_in
 
+T = TypeVar("T")
+
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
+_ROUTED = ("index", "gather", "scatter", "take")
+"""How the names of operators begin that move rows to places which data decide, as they do behind experts."""
 
 
 @dataclass(frozen=True)
 class _Past:
     """How a value was computed since ranks last communicated.
 
-    ``used``: the parameters used, all of them equal on all ranks. ``is_part``: other parameters were used too.
+    ``used``: the parameters used, if all of them are equal on all ranks. ``is_part``: another parameter was used.
     ``gathered``: parameters used before the value was gathered, each with the shape that the matrix of all ranks' rows
     would have.
     """
@@ -45,33 +49,40 @@ class Uses:
 
 
 @contextmanager
-def followed_uses(weights: JointWeights, parts: Collection[int]) -> Iterator[Uses]:
+def followed_uses(weights: JointWeights, parts: Set[int]) -> Iterator[Uses]:
     """Collect how a forward at these weights uses its parameters.
 
     ``first``: the operators that use them first, in this order. ``on_rows``: those that ranks apply to their rows of
     one matrix. Between two collectives, the forward then uses no parameter in ``parts``, which differ between ranks.
     The second collective gathers the rows, and the next product of matrices contracts the dimension that each rank had
-    whole. A parameter of these rows is no part of a longer one, whose entries would belong to that dimension.
+    whole. A parameter of these rows is no part of a longer one, whose entries would belong to that dimension. Rows
+    that are moved after they were gathered may come from experts, which are parameters of their own.
     """
     pasts: dict[int, tuple[StorageWeakRef, _Past]] = {}
     found = Uses()
 
+    def past_of(tensor: Tensor) -> _Past:
+        return pasts[at][1] if (at := _storage_of(tensor)) in pasts else _Past()
+
     def after(func: Any, arguments: list[Any], outputs: Any) -> None:
         tensors, changed = list(tensors_in(arguments)), list(tensors_in(outputs))
-        of_tensors = [(one, weights.owner_of(one)) for one in tensors]
-        owners = {owner for _, owner in of_tensors if owner is not None}
-        known = [pasts[at][1] for one, owner in of_tensors if owner is None and (at := _storage_of(one)) in pasts]
+        owners = [owner for one in tensors if (owner := weights.owner_of(one)) is not None]
+        known = [past_of(one) for one in tensors]
         name = func._schema.name.partition("::")[2]
-        for _, owner in of_tensors:
-            if owner is not None:
-                found.first.setdefault(owner, name)
+        for owner in owners:
+            found.first.setdefault(owner, name)
+        is_part = any(one.is_part for one in known) or not parts.isdisjoint(owners)
         past = _Past(
-            frozenset().union(owners.difference(parts), *(one.used for one in known)),
-            any(one.is_part for one in known) or not owners.isdisjoint(parts),
-            frozenset().union(*(one.gathered for one in known)),
+            frozenset() if is_part else _joined([frozenset(owners), *(one.used for one in known)]),
+            is_part,
+            _joined([frozenset(), *(one.gathered for one in known)]),
         )
+        if name.startswith(_ROUTED):
+            past = replace(past, gathered=frozenset())
         if name in _PRODUCTS:
-            found.on_rows.update(one for one, *shape in past.gathered if _contracts(tensors[-2], tensors[-1], *shape))
+            for one, dimension in ((tensors[-2], -1), (tensors[-1], -2)):
+                gathered = past_of(one).gathered
+                found.on_rows.update(used for used, *shape in gathered if _contracts(one, dimension, *shape))
             past = replace(past, gathered=frozenset())
         if is_collective(func) and reaches_others(func, arguments):
             past = _exchanged(name, tensors, changed, past)
@@ -82,6 +93,12 @@ def followed_uses(weights: JointWeights, parts: Collection[int]) -> Iterator[Use
 
     with OperatorWatch(after=after):
         yield found
+
+
+def _joined(sets: Sequence[frozenset[T]]) -> frozenset[T]:
+    """Return the union of sets, as one of them where possible: a long forward would else hold a copy for each value."""
+    most = max(sets, key=len)
+    return most if all(one <= most for one in sets) else most.union(*sets)
 
 
 def _storage_of(tensor: Tensor) -> int:
@@ -97,8 +114,10 @@ def _exchanged(name: str, tensors: Sequence[Tensor], received: Sequence[Tensor],
     return _Past(gathered=frozenset((one, rows, width) for one in past.used))
 
 
-def _contracts(left: Tensor, right: Tensor, rows: int, width: int) -> bool:
-    """Return whether the product of two matrices contracts the columns of a matrix of this shape."""
-    return any(
-        one.numel() == rows * width and one.shape[dimension] == width for one, dimension in ((left, -1), (right, -2))
-    )
+def _contracts(matrix: Tensor, dimension: int, rows: int, width: int) -> bool:
+    """Return whether a product over this dimension contracts the columns of a matrix that had this shape.
+
+    The shape of a square matrix does not tell this. Its rows come first, unless it has been transposed.
+    """
+    is_known = rows != width or dimension == -1
+    return is_known and matrix.numel() == rows * width and matrix.shape[dimension] == width
