@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from plumbline.check.function import check_function
 from plumbline.check.judge.script_checks import CheckedTraining
+from plumbline.check.report.lines import coverage_lines
 from plumbline.check.verdict.verdict import Answer, answer_of
 from plumbline.core.finding import Finding
 
@@ -402,8 +403,10 @@ def in_stages_with_a_tied_weight() -> None:
 
 
 def test_norms_of_sequence_parallelism_that_nobody_reduces_are_named() -> None:
-    (found,) = bad(checked(in_sequence_not_reduced))
+    training = checked(in_sequence_not_reduced)
+    (found,) = bad(training)
     assert (found.cause, found.parameter) == ("some-parameters-not-synchronised", "norm.weight")
+    assert not any("norm" in one for one in coverage_lines(training.coverage, "float32"))  # these were judged
 
 
 @pytest.mark.parametrize("training", [in_sequence, summed_towers])

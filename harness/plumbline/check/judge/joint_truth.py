@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 from plumbline.check.evidence.training import Facts, RecordedRank, RecordedStep, RecordedTraining
 from plumbline.check.judge.clipped_masters import are_clipped
@@ -123,6 +124,11 @@ class JointTruth(Truth[JointGradient]):
         """Parameters that, in every step, may be either copies of one parameter or parts of one."""
         return self._members("doubtful") - self.judged
 
+    @cached_property
+    def unreduced(self) -> Sequence[Any]:
+        """Parameters, each with its ranks, that are replicas and have the gradient of one rank in every step."""
+        return _in_all([found["own"] for _, found in self.compared if not found["wrong"]])
+
     @property
     def may_be_replicas(self) -> bool:
         """Whether a mean over all ranks may be right as well. Stages of a pipeline are never replicas of each other."""
@@ -178,11 +184,10 @@ class JointTruth(Truth[JointGradient]):
         is_summed = not wrong and self.is_sum and not self.is_by_hand
         if is_summed and self.is_of_one_loss and not is_divided:
             return self._counted_by_every_rank()
-        every = [found["own"] for _, found in self.compared if not found["wrong"]]
+        own = self.unreduced
         if is_summed and is_divided is False and not self.judged:
             # If no parameter is certainly shared, the gradient of each copy alone looks like a part of the sum.
-            every = [found["doubtful"] for _, found in self.compared]
-        own = [one for one in every[0] if all(one in others for others in every)] if every else []
+            own = _in_all([found["doubtful"] for _, found in self.compared])
         if own:  # what is wrong at a later step may follow from that
             return self._not_averaged(own)
         if is_summed and is_divided is False:
@@ -383,6 +388,10 @@ class JointTruth(Truth[JointGradient]):
             return finding
         why = "the script changes gradients with its own code, and the result matches no known mistake"
         return not_judged(CHECK, why, finding.step)
+
+
+def _in_all(lists: Sequence[Sequence[Any]]) -> list[Any]:
+    return [one for one in lists[0] if all(one in others for others in lists)] if lists else []
 
 
 def _is_one(weight: float | None) -> bool:
