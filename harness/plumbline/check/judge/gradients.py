@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from plumbline.check.evidence.training import Facts, RecordedTraining
@@ -138,39 +138,8 @@ def _compared(training: RecordedTraining) -> Iterator[Finding]:
             yield later
         elif joint.obstacle and finding.outcome is Outcome.PASSED and not by_replay:
             yield not_judged(CHECK, f"step {joint.first_unjudged}: {joint.obstacle}", joint.first_unjudged)
-        if joint.alike and finding.outcome is Outcome.PASSED and not by_replay:
-            names = sorted({name for name, _ in joint.alike})
-            yield headline_note(
-                CHECK,
-                f"{listed(names)} {'has' if len(names) == 1 else 'have'} equal values and equal gradients on several "
-                "ranks. The gradients are right for shards. Shards that start equal stay equal and do the same work: "
-                "initialize each with a different seed. Gradients of replicas are divided too often.",
-            )
-        doubtful = joint.doubtful - joint.alike
-        if doubtful and finding.outcome is Outcome.PASSED and not by_replay:
-            names = sorted({name for name, _ in doubtful})
-            yield headline_note(
-                CHECK,
-                f"{listed(names)} {'starts' if len(names) == 1 else 'start'} with equal values on several ranks, but "
-                "the gradients differ between these ranks. That is right for shards. For replicas, sum the gradients "
-                "over these ranks: each rank has only the part of its own tokens or inputs.",
-            )
-        if joint.layers and finding.outcome is Outcome.PASSED and not by_replay:
-            names = sorted({name for name, _ in joint.layers})
-            yield headline_note(
-                CHECK,
-                f"{listed(names)} {'starts' if len(names) == 1 else 'start'} with equal values in different pipeline "
-                "stages. That is right for separate layers, although a different seed on each rank is better. For "
-                "layers that share weights, add up the gradients of all stages before each step.",
-            )
-        if joint.perhaps_tied and finding.outcome is Outcome.PASSED and not by_replay:
-            (name, rank), (other, other_rank) = joint.perhaps_tied[0]
-            yield headline_note(
-                CHECK,
-                f"{name} on rank {rank} and {other} on rank {other_rank} start with equal values in different pipeline "
-                "stages, but get different gradients. That is right for separate parameters. For one tied weight, add "
-                "up the gradients of both before each step.",
-            )
+        if finding.outcome is Outcome.PASSED and not by_replay:
+            yield from _on_equal_values(joint)
         return
     if truth.cases and REDUCED_IN_STEP in truth.gradients.unjudged:
         yield not_judged(CHECK, _of_optimizers(truth.gradients.unjudged[REDUCED_IN_STEP]) + REDUCED_IN_STEP)
@@ -199,6 +168,45 @@ def _compared(training: RecordedTraining) -> Iterator[Finding]:
             f"The gradients of {listed(names)} include those of backward passes before another optimizer's step. If "
             "this is not intended, call zero_grad() after these passes.",
         )
+
+
+def _on_equal_values(joint: JointTruth) -> Iterator[Finding]:
+    """Yield what right gradients mean for parameters with equal values, which may be copies or separate ones."""
+    if joint.alike:
+        yield headline_note(
+            CHECK,
+            f"{_which(joint.alike, 'has', 'have')} equal values and equal gradients on several "
+            "ranks. The gradients are right for shards. Shards that start equal stay equal and do the same work: "
+            "initialize each with a different seed. Gradients of replicas are divided too often.",
+        )
+    if doubtful := joint.doubtful - joint.alike:
+        yield headline_note(
+            CHECK,
+            f"{_which(doubtful, 'starts', 'start')} with equal values on several ranks, but "
+            "the gradients differ between these ranks. That is right for shards. For replicas, sum the gradients "
+            "over these ranks: each rank has only the part of its own tokens or inputs.",
+        )
+    if joint.layers:
+        yield headline_note(
+            CHECK,
+            f"{_which(joint.layers, 'starts', 'start')} with equal values in different pipeline "
+            "stages. That is right for separate layers, although a different seed on each rank is better. For "
+            "layers that share weights, add up the gradients of all stages before each step.",
+        )
+    if joint.perhaps_tied:
+        (name, rank), (other, other_rank) = joint.perhaps_tied[0]
+        yield headline_note(
+            CHECK,
+            f"{name} on rank {rank} and {other} on rank {other_rank} start with equal values in different pipeline "
+            "stages, but get different gradients. That is right for separate parameters. For one tied weight, add "
+            "up the gradients of both before each step.",
+        )
+
+
+def _which(members: Collection[tuple[str, int]], verb: str, verb_of_several: str) -> str:
+    """Return the parameters' names with a verb in the singular or plural."""
+    names = sorted({name for name, _ in members})
+    return f"{listed(names)} {verb if len(names) == 1 else verb_of_several}"
 
 
 def _of_hooks(training: RecordedTraining) -> Iterator[Finding]:

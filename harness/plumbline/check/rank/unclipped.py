@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -137,7 +137,7 @@ class UnclippedGradients(Observer):
         return {id(one): kept(gradient) for one, gradient in found if gradient is not None}
 
     def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
-        self._before_pass = PassGradients(self._parameters())
+        self._before_pass = PassGradients(self._optimizers.parameters())
         self._known = [dict(notes) for notes in self._notes]
 
     def backward_ends(self, number: int) -> Facts | None:
@@ -145,7 +145,7 @@ class UnclippedGradients(Observer):
 
         The latter takes place only if it was asked for.
         """
-        changed = [one for one in self._parameters() if self._before_pass.is_changed(one)]
+        changed = [one for one in self._optimizers.parameters() if self._before_pass.is_changed(one)]
         for notes, known in zip(self._notes, self._known, strict=True):
             for name in map(id, changed):
                 if name in known and notes.get(name) is known[name]:  # not noted anew during the pass
@@ -158,9 +158,6 @@ class UnclippedGradients(Observer):
                     if one.grad is not None and self._sample.has(one) and not is_shard(one) and part_of(one) is None:
                         self._after_backward[id(one)] = kept(one.grad) / scales[id(one)]
         return None
-
-    def _parameters(self) -> Iterator[Tensor]:
-        return (one for optimizer in self._optimizers for one in parameters_of(optimizer))
 
     @property
     def _notes(self) -> Sequence[dict[int, Tensor]]:
