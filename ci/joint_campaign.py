@@ -82,6 +82,11 @@ MISTAKES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """The mistakes that are made in each kind of parallelism."""
 
+EXCHANGES = frozenset(
+    {"backward-wrong", "exchanged-otherwise", "some-tensors-scaled", "some-parameters-not-synchronised"}
+)
+"""Causes that name what is wrong about an exchange."""
+
 EXPECTED: dict[str, frozenset[str]] = {
     "gradients-not-zeroed": frozenset({"previous-step-not-zeroed", "gradients-not-zeroed"}),
     "one-rank-not-reduced": frozenset({"not-synchronised", "some-parameters-not-synchronised", "exchanged-otherwise",
@@ -90,12 +95,9 @@ EXPECTED: dict[str, frozenset[str]] = {
     "last-pass-not-reduced": frozenset({"some-micro-batches-not-synchronised", "last-micro-batch-only",
         "micro-batch-not-synchronised"}),
     "experts-not-divided": frozenset({"some-tensors-summed", "some-tensors-scaled"}),
+    "input-gradient-not-reduced": EXCHANGES | {"parts-of-a-sum"},
 }  # fmt: skip
-"""Causes that name a mistake rightly: what is wrong about an exchange is called ``exchanged-otherwise``."""
-
-EXCHANGES = frozenset(
-    {"backward-wrong", "exchanged-otherwise", "some-tensors-scaled", "some-parameters-not-synchronised"}
-)
+"""Causes that name a mistake rightly."""
 
 
 def draw(number: int, seed: int, only: str | None, mistakes: float = 0.5) -> Spec:

@@ -24,6 +24,9 @@ ROWS = 8
 MISTAKE = ""
 """What the present training does wrong; "" is a right one."""
 
+GROUP: Any = None
+"""The ranks among which layers are divided; None for all ranks."""
+
 SEEN: list[float] = []
 """What models have seen."""
 
@@ -39,7 +42,7 @@ class Copied(torch.autograd.Function):
     def backward(context: Any, gradient: Tensor) -> Tensor:
         gradient = gradient if MISTAKE == "last-counted-in-place" else gradient.clone()
         if MISTAKE != "input-gradient-not-reduced":
-            dist.all_reduce(gradient)
+            dist.all_reduce(gradient, group=GROUP)
         return gradient
 
 

@@ -23,6 +23,9 @@ ROWS = 8
 MISTAKE = ""
 """What the present training does wrong; "" is a right one."""
 
+PAIRS = {"parts": [[0, 1], [2, 3]], "replicas": [[0, 2], [1, 3]]}
+"""The process groups of four ranks among which a model is divided, and those that hold the same part."""
+
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -189,12 +192,13 @@ class Likelihood(torch.autograd.Function):
     def forward(context: Any, logits: Tensor, classes: Tensor) -> Tensor:
         logits = logits.float()
         exponentials = logits.exp()
+        group = joint_scenes.GROUP
         total = exponentials.sum(-1)
-        dist.all_reduce(total)
-        own = functional.one_hot(classes, logits.shape[1] * dist.get_world_size())
-        own = own.chunk(dist.get_world_size(), 1)[dist.get_rank()].to(logits.dtype)
+        dist.all_reduce(total, group=group)
+        own = functional.one_hot(classes, logits.shape[1] * dist.get_world_size(group))
+        own = own.chunk(dist.get_world_size(group), 1)[dist.get_rank(group)].to(logits.dtype)
         picked = (logits * own).sum(-1)
-        dist.all_reduce(picked)
+        dist.all_reduce(picked, group=group)
         if MISTAKE == "class-on-each-rank":
             own = functional.one_hot(classes % logits.shape[1], logits.shape[1]).to(logits.dtype)
         context.save_for_backward(exponentials / total.unsqueeze(-1) - own)
@@ -203,7 +207,7 @@ class Likelihood(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (difference,) = context.saved_tensors
-        times = dist.get_world_size() if MISTAKE == "counted-on-each-rank" else 1
+        times = dist.get_world_size(joint_scenes.GROUP) if MISTAKE == "counted-on-each-rank" else 1
         return times * difference * gradient.unsqueeze(-1), None
 
 
@@ -212,7 +216,7 @@ class Vocabulary(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        rank, world = dist.get_rank(), dist.get_world_size()
+        rank, world = dist.get_rank(joint_scenes.GROUP), dist.get_world_size(joint_scenes.GROUP)
         self.first = nn.Linear(WIDTH, WIDTH)
         self.head = nn.Parameter((torch.randn(8, WIDTH) / 4).chunk(world)[rank].clone())
 
@@ -259,6 +263,28 @@ def run(scene: str, mistake: str = "") -> None:
     for _ in range(STEPS):
         optimizer.zero_grad()
         step(model, *(torch.randn(ROWS, WIDTH, generator=generator) for _ in range(2))).backward()
+        optimizer.step()
+
+
+def train_in_pairs(mistake: str = "") -> None:
+    """Train two replicas of ``Vocabulary``, each divided between two of four ranks, and average them by hand."""
+    global MISTAKE
+    MISTAKE = mistake
+    groups = {kind: [dist.new_group(ranks) for ranks in every] for kind, every in PAIRS.items()}
+    rank = dist.get_rank()
+    joint_scenes.GROUP, replicas = groups["parts"][rank // 2], groups["replicas"][rank % 2]
+    torch.manual_seed(0)
+    model = Vocabulary()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(rank // 2)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        _classify(model, *(torch.randn(ROWS, WIDTH, generator=generator) for _ in range(2))).backward()
+        for name, one in model.named_parameters():
+            if mistake == "bias-not-averaged" and name == "first.bias":
+                continue
+            dist.all_reduce(one.grad, group=replicas)
+            one.grad /= 1 if mistake == "not-divided" else 2
         optimizer.step()
 
 

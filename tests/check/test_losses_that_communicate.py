@@ -83,6 +83,20 @@ def test_a_loss_of_all_ranks_that_counts_once_on_each_is_not_judged(plumbline: A
     )
 
 
+@pytest.mark.parametrize(
+    ("mistake", "answer"),
+    [("", Answer.RIGHT), ("bias-not-averaged", Answer.WRONG), ("counted-on-each-rank", Answer.NOT_JUDGED)],
+)
+def test_a_loss_of_two_ranks_counts_once_in_the_mean_over_replicas(
+    plumbline: Any, mistake: str, answer: Answer
+) -> None:
+    check = plumbline.check(partial(losses_that_communicate.train_in_pairs, mistake), ranks=4, steps=2)
+    (training,) = check.trainings
+    assert answer_of(training) is answer, training.findings
+    causes = {one.cause for one in training.findings if one.outcome.is_bad and not one.consequence_of}
+    assert causes == ({"averaged-over-some-ranks"} if answer is Answer.WRONG else set())
+
+
 @pytest.mark.parametrize("kind", ["logged", "printed", "given"])
 def test_copies_that_nobody_reduces_are_found_whatever_the_ranks_know_of_each_other_s_losses(
     plumbline: Any, kind: str
@@ -112,7 +126,7 @@ class Noisy(torch.autograd.Function):
 
 def test_a_function_that_is_run_again_draws_its_random_numbers_and_leaves_those_of_the_script() -> None:
     values = torch.ones(3)
-    call = Exchanged(Noisy, (values,), [values], RandomState.now(()), lambda: None)
+    call = Exchanged(Noisy, (values,), [values], 1, RandomState.now(()), lambda: None)
     before = torch.get_rng_state()
     (first,), (second,) = (call.outputs(lambda number, one: one) for _ in range(2))
     assert torch.equal(first, second)
@@ -129,7 +143,7 @@ def test_calls_without_a_backward_pass_are_let_go(monkeypatch: pytest.MonkeyPatc
 
     numbers = count()
     monkeypatch.setattr(exchanges, "collectives", lambda: {"world": next(numbers)})  # as if each call communicated
-    monkeypatch.setattr(exchanges, "_with_all_ranks", lambda counts: counts["world"])
+    monkeypatch.setattr(exchanges, "members_of_groups", lambda: {"world": [0, 1]})
     monkeypatch.setattr(exchanges, "map_tensors", noted)
     functions = ExchangeFunctions()
     functions.start()

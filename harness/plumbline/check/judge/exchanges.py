@@ -58,18 +58,19 @@ def with_losses(training: RecordedTraining, finding: Finding) -> Iterator[Findin
     also = f"; the loss communicates through {listed(right)}, whose backward is the derivative of the forward"
     yield replace(finding, message=finding.message + also) if right else finding
     if parts:
+        size = next(one["ranks"] for _, one in _functions(training) if one["function"] in parts)
         yield headline_note(
             finding.check,
-            f"The loss communicates through {listed(parts)}, whose backward gives 1/{training.world_size} of the "
-            "derivative of its forward. Sum the gradients over all ranks in its backward, or multiply the loss by the "
-            "number of ranks, unless this division is intended.",
+            f"The loss communicates through {listed(parts)}, whose backward gives 1/{size} of the derivative of its "
+            f"forward. Sum the gradients over these {size} ranks in its backward, or multiply the loss by {size}, "
+            "unless this division is intended.",
         )
 
 
-def with_loss_of_all_ranks(training: RecordedTraining, finding: Finding, *, is_sum: bool) -> Finding:
-    """Return the finding of the joint forward, or what is wrong or unknown if all ranks compute the same loss.
+def with_shared_loss(training: RecordedTraining, finding: Finding, *, is_sum: bool) -> Finding:
+    """Return the finding of the joint forward, or what is wrong or unknown if ranks compute the same loss together.
 
-    ``is_sum``: optimizers received the sum over ranks of what their backward passes computed.
+    ``is_sum``: all ranks compute one loss, and optimizers received the sum of what their backward passes computed.
     """
     relations = relations_of_losses(training)
     if finding.outcome is not Outcome.PASSED or not relations:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from plumbline.check.evidence.training import Facts, RecordedTraining
 from plumbline.check.judge.clipped_masters import up_to_clipping
-from plumbline.check.judge.exchanges import with_loss_of_all_ranks, with_losses, with_stages
+from plumbline.check.judge.exchanges import with_losses, with_shared_loss, with_stages
 from plumbline.check.judge.joint_truth import BY_ELIMINATION, JointTruth
 from plumbline.check.judge.judged_gradients import (
     ALIKE_PARTS,
@@ -127,8 +127,8 @@ def _compared(training: RecordedTraining) -> Iterator[Finding]:
     truth, joint = ReplayTruth(training), JointTruth(training)
     if joint.compared:
         finding = with_stages(training, joint.judge())
-        if joint.is_of_same_losses:
-            finding = with_loss_of_all_ranks(training, finding, is_sum=joint.is_sum)
+        if joint.is_of_same_losses or joint.has_shared_losses:
+            finding = with_shared_loss(training, finding, is_sum=joint.is_sum and joint.is_of_same_losses)
         later = _about_later_steps(joint, truth, finding)
         by_replay = _replays_decide(joint, truth, finding)
         if by_replay is None and later is not None and later.outcome is Outcome.FAILED:

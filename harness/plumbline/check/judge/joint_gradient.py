@@ -298,7 +298,7 @@ _SUM_THE_INPUT = (
 register(
     JointGradient,
     Hypothesis("backward-wrong", "sync", holds(lambda case: bool(case.functions)),
-        "the backward of {functions} is not the derivative of its forward",
+        "wrong because the backward of {functions} is not the derivative of its forward",
         "compare its backward with finite differences: an all-to-all needs the inverse all-to-all, an "
         "all-gather a reduce-scatter, and a ring returns each gradient to the rank that sent the input. Wrong "
         "gradients of layers between it and the loss have another cause", 700),
@@ -306,11 +306,11 @@ register(
         "averaged over {some} of the {world} ranks only, although more ranks start with the same values",
         "all-reduce over all ranks that hold a parameter, also over those that hold parts of the same sequences", 695),
     Hypothesis("not-synchronised", "sync", holds(lambda case: case.in_pieces and case.is_of_the_holders_samples),
-        "each rank steps with the gradient of its own samples",
+        "those of each rank's own samples",
         "average gradients over the ranks of data parallelism before they are copied to those that the optimizer "
         "holds", 696),
     Hypothesis("of-the-holders-samples", "sync", holds(lambda case: case.is_of_the_holders_samples),
-        "each rank's part of {name} has the gradient of that rank's own samples only",
+        "of each rank's own samples only, in that rank's part of {name}",
         "call the module that holds the weight, so that its hooks gather it and reduce its gradient, or gather it with "
         "full_tensor(grad_placements=[Partial()]) and divide the gradient by the number of ranks", 694),
     Hypothesis("clipped-shard-by-shard", "clipping", holds(lambda case: case.clipped_apart),
@@ -322,8 +322,8 @@ register(
         "check whether gradients are reduced over ranks that hold different shards, or whether several ranks add the "
         "same loss", 45),
     Hypothesis("some-parameters-not-synchronised", "sync", holds(lambda case: case.is_a_copy),
-        "{name} starts with the same values on several ranks, but each of them receives only the gradient of its own "
-        "copy",
+        "not reduced: {name} starts with the same values on several ranks, but each of them receives only the gradient "
+        "of its own copy",
         "all-reduce the gradients of all replicated parameters", 356),
     Hypothesis("some-micro-batches-not-synchronised", "accumulation", holds(lambda case: case.has_last_pass_apart),
         "reduced too early: those of the last backward pass of a step are not averaged over ranks",
@@ -340,10 +340,10 @@ register(
     Hypothesis(PREVIOUS_STEP_NOT_ZEROED.name, "accumulation", holds(lambda case: case.has_left_over),
         PREVIOUS_STEP_NOT_ZEROED.description, PREVIOUS_STEP_NOT_ZEROED.hint, 50),
     Hypothesis("parts-of-a-sum", "sync", holds(lambda case: case.began_alike),
-        "{name} starts with the same values on several ranks, but its copies receive different gradients",
+        "different for copies of {name}, which starts with the same values on several ranks",
         _SUM_THE_INPUT, 40),
     Hypothesis("exchanged-otherwise", "sync", holds(lambda case: True),
-        "no known mistake explains the difference",
+        "not explained by any known mistake",
         "check the backward of each collective in the forward: a broadcast needs a reduce to its source, an all-gather "
         "a reduce-scatter", 5),
 )  # fmt: skip

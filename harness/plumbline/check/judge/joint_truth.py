@@ -70,6 +70,7 @@ class JointTruth(Truth[JointGradient]):
         self.is_by_hand = any("by_hand" in one for _, one in self.compared)
         self.is_of_one_loss = all(one["one_loss"] for _, one in self.compared)
         self.is_of_same_losses = all(one.get("same_loss") for _, one in self.compared)
+        self.has_shared_losses = any(one.get("ranks_of_a_loss", 1) > 1 for _, one in self.compared)
         self.losses = max((one["losses"] for _, one in self.compared), default=training.world_size)
         unjudged = ((number, str(one["why"])) for number, one in found if one and one.get("why"))
         self.first_unjudged, self.obstacle = next(unjudged, (0, ""))

@@ -227,6 +227,7 @@ class GradientSearch:
         right: list[Facts] = []
         found["right"] = right
         found["one_loss"], found["same_loss"] = self._derivative.has_one_loss, self._derivative.has_same_loss
+        found["ranks_of_a_loss"] = self._derivative.ranks_of_a_loss
         found["changed"] = self._derivative.changed
         found["divided_by"], found["adds"] = self._derivative.divided_by, self._derivative.adds_gradients
         found["is_sum"], found["in_place"] = reading.is_sum, reading.in_place is not InPlace.DERIVED
@@ -386,8 +387,9 @@ class GradientSearch:
                 # Only a trainer with copies is known to read all steps alike.
                 self.known = one if are_copies else self.known
                 return scaled, self._read_as(scaled, seed)
-        # The script may multiply gradients on purpose while single gradients are wrong.
-        nearest = self._nearest(readings) if self._derivative.by_hand != 1 else readings[0]
+        # Single gradients may be wrong while the script multiplies all of them on purpose, or counts losses once.
+        has_others = self._derivative.by_hand != 1 or self._derivative.has_parts_of_losses
+        nearest = self._nearest(readings) if has_others else readings[0]
         return nearest, self._read_as(nearest, seed)
 
     def _is_constant(self, index: int) -> bool:
@@ -415,10 +417,10 @@ class GradientSearch:
 
     def _readings(self, known: Reading | None) -> list[Reading]:
         readings = [
-            Reading(is_sum, one, derives)
+            Reading(is_sum, once, one, derives)
             for derives in ((False, True) if self._derivative.receives_constants else (False,))
             for one in self._derivative.in_place
-            for is_sum in self._sums
+            for is_sum, once in self._means
         ]
         readings = [known] if known else readings
         if self._derivative.factor is not None:  # as other gradients of this step have shown it
@@ -441,15 +443,20 @@ class GradientSearch:
         found = [(one.received_for(indices), one.right) for one in along]
 
         def rest(reading: Reading) -> float:
-            factor = reading.factor * (mean_of if reading.is_sum else 1.0)
+            times = mean_of if reading.is_sum else self._derivative.ranks_of_a_loss if reading.once else 1.0
+            factor = reading.factor * times
             return math.hypot(*(received - factor * right for received, right in found))
 
         nearest = min(readings, key=rest)
         return nearest if rest(nearest) < rest(readings[0]) / 2 else readings[0]
 
     @property
-    def _sums(self) -> tuple[bool, ...]:
-        return (False, True) if self._derivative.losses > 1 else (False,)
+    def _means(self) -> Sequence[tuple[bool, bool]]:
+        """Whether gradients may be sums over losses, and whether a loss of several ranks may count once in a mean."""
+        if self._derivative.losses == 1:
+            return [(False, False)]
+        once = [(False, True)] if self._derivative.has_parts_of_losses else []
+        return [(False, False), *once, (True, False)]
 
     def _with_factor(self, reading: Reading) -> Reading | None:
         """Return the reading with the factor that all gradients share, None if they share none.

@@ -60,13 +60,15 @@ SPREAD = 4.0
 class Reading:
     """How gradients are read: as derivatives of the sum or the mean of the ranks' losses, with a view of collectives.
 
-    ``in_place``: what collectives add to tensors in place. ``derives``: values that other collectives return without a
-    gradient depend on the tensors of all ranks; otherwise they are constants. ``factor``: a factor in all gradients,
-    for example because a trainer's own code has divided them by a loss scale, or clipped them. ``factor_error``: the
-    noise of the factor, relative to it. ``is_by_hand``: the script was seen to multiply all gradients by the factor.
+    ``once``: losses that several ranks compute together count once in the mean. ``in_place``: what collectives add to
+    tensors in place. ``derives``: values that other collectives return without a gradient depend on the tensors of all
+    ranks; otherwise they are constants. ``factor``: a factor in all gradients, for example because a trainer's own code
+    has divided them by a loss scale, or clipped them. ``factor_error``: the noise of the factor, relative to it.
+    ``is_by_hand``: the script was seen to multiply all gradients by the factor.
     """
 
     is_sum: bool = False
+    once: bool = False
     in_place: InPlace = InPlace.DERIVED
     derives: bool = False
     factor: float = 1.0
@@ -78,11 +80,15 @@ class Reading:
 class RankLosses:
     """The loss values from which a rank's backward passes began, if they began at a loss.
 
-    ``are_computed_together``: a function that communicates has computed them from the outputs of modules.
+    ``are_computed_together``: a function that communicates has computed them from the outputs of modules. ``ranks``:
+    the number of ranks in its group. ``have_parts``: its backward gives each of them the derivative of one loss with
+    respect to the rank's own outputs.
     """
 
     values: Sequence[float]
     are_computed_together: bool = False
+    ranks: int = 1
+    have_parts: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,15 +121,17 @@ class JointDerivative:
 
     ``every``: each rank's descriptions of its parameters. ``groups``: which of these belong together. ``losses``: the
     number of ranks that compute a loss. ``has_same_loss``: all their losses are equal. ``has_one_loss``: they are also
-    computed from equal outputs. ``communicate``: for each rank, whether its forward communicates.
-    ``receives_constants``: the forward combines tensors that have a gradient with values that collectives return as
-    constants. ``adds_gradients``: the names of custom functions that add gradients of their own. ``changed``: gradients
-    that changed between pipeline stages. ``in_place``: the readings of in-place collectives to try. ``is_first``: no
-    step was compared before. ``are_copies``: optimizers step copies of all parameters. ``squares``: the squared norms
-    of the gradients taken so far, by rank and number. ``factor``: the factor in all of these gradients and its relative
-    error, None before any was compared. ``by_hand``: the factor by which the script was seen to multiply gradients on
-    every rank, 1 without one. ``is_edited``: the script changed gradients, but not all by one factor. ``step``: each
-    step has its own directions in 16-bit formats, where the directions of all steps are judged together.
+    computed from equal outputs. ``ranks_of_a_loss``: the number of ranks that compute each loss together.
+    ``has_parts_of_losses``: each of these ranks has its part of the gradient of one loss. ``communicate``: for each
+    rank, whether its forward communicates. ``receives_constants``: the forward combines tensors that have a gradient
+    with values that collectives return as constants. ``adds_gradients``: the names of custom functions that add
+    gradients of their own. ``changed``: gradients that changed between pipeline stages. ``in_place``: the readings of
+    in-place collectives to try. ``is_first``: no step was compared before. ``are_copies``: optimizers step copies of
+    all parameters. ``squares``: the squared norms of the gradients taken so far, by rank and number. ``factor``: the
+    factor in all of these gradients and its relative error, None before any was compared. ``by_hand``: the factor by
+    which the script was seen to multiply gradients on every rank, 1 without one. ``is_edited``: the script changed
+    gradients, but not all by one factor. ``step``: each step has its own directions in 16-bit formats, where the
+    directions of all steps are judged together.
     """
 
     def __init__(
@@ -155,6 +163,7 @@ class JointDerivative:
         ours = {
             "losses": list(losses.values),
             "together": losses.are_computed_together,
+            "parts": losses.have_parts,
             "unit": unit_of(calls),
             "divisors": list(divisors),
             "by_hand": by_hand,
@@ -171,6 +180,9 @@ class JointDerivative:
         self._of = self._mean_of
         self._reading = Reading()
         self.unit: float = max(one["unit"] for one in theirs)
+        self.ranks_of_a_loss = losses.ranks if self._are_shared(losses.ranks) else 1
+        is_one_of_several = 1 < self.ranks_of_a_loss < self.losses
+        self.has_parts_of_losses = is_one_of_several and all(one["parts"] for one in theirs)
         factors = [one["by_hand"] for one in theirs]
         known = [one for one in factors if one is not None]
         is_one = all(math.isclose(one, known[0], rel_tol=max(self.unit, SAME_FACTOR)) for one in known)
@@ -233,11 +245,13 @@ class JointDerivative:
         """Return whether ranks appear to compute one loss together, each from its part of the outputs."""
         first, *others = (self._losses[rank] for rank in ranks)
         near = max(self.unit, SAME_FACTOR)
-        are_equal = all(
-            len(own) == len(first) and all(math.isclose(a, b, rel_tol=near) for a, b in zip(own, first, strict=True))
-            for own in others
-        )
-        return self._are_computed_together and bool(first) and are_equal
+        return self._are_computed_together and bool(first) and all(_are_equal(own, first, near) for own in others)
+
+    def _are_shared(self, ranks: int) -> bool:
+        """Return whether every loss is that of as many ranks, or of a multiple of this number."""
+        near = max(self.unit, SAME_FACTOR)
+        counts = [sum(_are_equal(own, other, near) for other in self._losses) for own in self._losses]
+        return all(counted % ranks == 0 for counted in counts)
 
     def receive(self, held: Sequence[JointParameter]) -> None:
         """Take the gradients that ``held`` parameters have now. The parameters are the same at each call."""
@@ -383,13 +397,13 @@ class JointDerivative:
     def read_as(self, reading: Reading) -> None:
         """Interpret the gradients by ``reading`` from now on."""
         self._reading = reading
-        self._of = 1.0 if reading.is_sum else self._mean_of
+        self._of = 1.0 if reading.is_sum else self._mean_of / (self.ranks_of_a_loss if reading.once else 1)
         self._forward.take(reading.in_place, derives=reading.derives)
 
     @property
     def divided_by(self) -> float:
         """The number by which the sum of the ranks' losses is divided before it is differentiated."""
-        return self._of
+        return self._of * (self.ranks_of_a_loss if self._reading.once else 1)
 
     def not_derivatives(self) -> list[str]:
         """Return the names of communicating functions whose backward cannot be the derivative of any forward."""
@@ -415,6 +429,11 @@ def _sets_of_ranks(world: int, groups: Iterable[Sequence[int]]) -> list[list[set
         elif group not in of:
             of.append(group)
     return [own for own in found if len(own) > 1 and sum(map(len, own)) == world]
+
+
+def _are_equal(ours: Sequence[float], theirs: Sequence[float], near: float) -> bool:
+    pairs = zip(ours, theirs, strict=False)
+    return len(ours) == len(theirs) and all(math.isclose(a, b, rel_tol=near) for a, b in pairs)
 
 
 def _are_near(one: float, other: float) -> bool:

@@ -19,7 +19,7 @@ from plumbline.recording.backward_passes import in_backward
 from plumbline.recording.observer import Facts
 from plumbline.recording.pause import is_paused
 from plumbline.replay.applied_functions import follow_functions
-from plumbline.replay.collectives import collectives
+from plumbline.replay.collectives import collectives, members_of_groups
 from plumbline.replay.draws import Draws
 from plumbline.replay.nested import map_tensors, tensors_in
 from plumbline.replay.own_numbers import normal
@@ -37,8 +37,8 @@ MOST = 16
 """The most calls compared at each step, and the most ranks whose inputs are moved one rank at a time."""
 
 RIGHT, PART, MULTIPLE, OWN = "right", "part", "multiple", "own"
-"""The backward is the derivative of the forward, this derivative divided by the number of ranks, multiplied by it, or
-the derivative of the rank's own outputs alone."""
+"""The backward is the derivative of the forward, this derivative divided by the number of ranks that communicate,
+multiplied by it, or the derivative of the rank's own outputs alone."""
 
 _OF_TORCH = "torch.distributed.nn"
 """The module with torch's own functions by which a loss can communicate."""
@@ -51,14 +51,15 @@ IsInside = Callable[[], bool]
 class Exchanged:
     """A call of such a function, with its inputs.
 
-    ``drawn``: the generator states from which it drew random numbers. ``node``: a weak reference to its node in the
-    script's graph. ``arrived``: for each backward pass, the gradients that its backward returned, and those that
-    arrived at its outputs.
+    ``ranks``: how many ranks communicate with each other. ``drawn``: the generator states from which it drew random
+    numbers. ``node``: a weak reference to its node in the script's graph. ``arrived``: for each backward pass, the
+    gradients that its backward returned, and those that arrived at its outputs.
     """
 
     kind: Any
     args: tuple[Any, ...]
     inputs: list[Tensor]
+    ranks: int
     drawn: RandomState
     node: Callable[[], Any]
     arrived: list[tuple[Sequence[Tensor | None], Sequence[Tensor | None]]] = field(default_factory=list)
@@ -90,7 +91,7 @@ class Exchanged:
 
 
 class ExchangeFunctions:
-    """Records the calls of custom autograd functions that communicate with all ranks, outside of tracked modules."""
+    """Records the calls of custom autograd functions that communicate, outside of tracked modules."""
 
     def __init__(self) -> None:
         self.is_inside: IsInside = lambda: False
@@ -132,9 +133,8 @@ class ExchangeFunctions:
         after = collectives()
         if after != before and (outputs := _with_graph(result)):
             self._has_communicated = True
-            if _with_all_ranks(after) != _with_all_ranks(before):
-                node = outputs[0].grad_fn
-                self._follow(Exchanged(kind, copies, inputs, drawn, ref(node)), node)
+            node = outputs[0].grad_fn
+            self._follow(Exchanged(kind, copies, inputs, _ranks_of(before, after), drawn, ref(node)), node)
         return result
 
     def _attends(self, kind: Any) -> bool:
@@ -155,18 +155,25 @@ class ExchangeFunctions:
         node.register_hook(arrived)
 
 
-def compared(exchange: Exchange, meetings: Meetings, calls: Sequence[Exchanged]) -> list[Facts]:
+def shared_by(functions: Sequence[Facts]) -> tuple[int, bool]:
+    """Return how many ranks compute a loss together, 1 if unknown, and whether each has its part of the derivative."""
+    sizes = {one["ranks"] for one in functions}
+    return (sizes.pop() if len(sizes) == 1 else 1), all(one["is"] == PART for one in functions)
+
+
+def compared_calls(exchange: Exchange, meetings: Meetings, calls: Sequence[Exchanged]) -> list[Facts]:
     """Compare the backward of each function with differences of its forward, together with all ranks.
 
-    Functions that get the same inputs on two ranks are left out: their right gradient depends on later operations.
+    Functions that get the same inputs on two ranks are left out: their right gradient depends on later operations. So
+    are those that communicate in groups of different sizes.
     """
-    theirs = exchange.values([one.name for one in calls])
-    if any(names != theirs[0] for names in theirs):
+    theirs = exchange.values([[one.name, one.ranks] for one in calls])
+    if any(own != theirs[0] for own in theirs):
         return []
     found = []
     for number, call in enumerate(calls):
         every = exchange.values(_attempted(meetings, call, number))
-        fact = _found(call.name, every) if all(every) else None
+        fact = _found(call, every) if call.ranks and all(every) else None
         if fact is not None and fact["is"] == "" and len(every) <= MOST:
             alone = [exchange.values(_attempted(meetings, call, number, only=rank))[rank] for rank in range(len(every))]
             if all(alone) and all(_agree(one, one["received"], one["right"]) for one in alone):
@@ -221,7 +228,7 @@ def _terms(call: Exchanged, seed: int, only: int | None) -> dict[str, float]:
     }
 
 
-def _found(name: str, every: Sequence[dict[str, float]]) -> Facts | None:
+def _found(call: Exchanged, every: Sequence[dict[str, float]]) -> Facts | None:
     """Return how a function's backward relates to its derivative: ``is`` names the relation, "" if it is unknown yet.
 
     None if ranks have equal inputs, or derivatives are too small to tell.
@@ -230,12 +237,12 @@ def _found(name: str, every: Sequence[dict[str, float]]) -> Facts | None:
         return None
     total = {kind: math.fsum(one[kind] for one in every) for kind in every[0]}
     total["unit"] = max(one["unit"] for one in every)
-    world, right, received, noise = len(every), total["right"], total["received"], _noise(total)
+    ranks, right, received, noise = call.ranks, total["right"], total["received"], _noise(total)
     if not math.isfinite(noise) or max(abs(right), abs(received)) <= 2 * LIMIT * noise:
         return None
-    related = {RIGHT: (received, right), PART: (received, right / world), MULTIPLE: (received, right * world)}
+    related = {RIGHT: (received, right), PART: (received, right / ranks), MULTIPLE: (received, right * ranks)}
     which = next((kind for kind, values in related.items() if _agree(total, *values)), "")
-    return {"function": name, "error": abs(received - right) / noise, "is": which}
+    return {"function": call.name, "ranks": ranks, "error": abs(received - right) / noise, "is": which}
 
 
 def _noise(terms: dict[str, float]) -> float:
@@ -270,11 +277,8 @@ def _with_graph(result: Any) -> list[Tensor]:
     return [one for one in tensors_in(result) if one.grad_fn is not None]
 
 
-def _with_all_ranks(counts: Mapping[str, int]) -> int:
-    """Return how many of these collectives are in groups of all ranks."""
-    group = torch.distributed
-    if not (group.is_available() and group.is_initialized()):
-        return 0
-    c10d: Any = group.distributed_c10d
-    everyone = {str(name) for one, name in c10d._world.pg_names.items() if one.size() == group.get_world_size()}
-    return sum(count for name, count in counts.items() if name in everyone)
+def _ranks_of(before: Mapping[str, int], after: Mapping[str, int]) -> int:
+    """Return the size of the group in which all collectives between two counts communicated, 0 for several groups."""
+    members = members_of_groups()
+    groups = [members.get(name, []) for name, count in after.items() if count != before.get(name, 0)]
+    return len(groups[0]) if all(one == groups[0] for one in groups) else 0

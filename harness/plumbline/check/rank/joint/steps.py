@@ -12,7 +12,7 @@ from torch.optim.optimizer import Optimizer
 
 from plumbline.check.rank.joint.comparison import JointComparison
 from plumbline.check.rank.joint.derivative import RankLosses
-from plumbline.check.rank.joint.exchanges import Exchanged, ExchangeFunctions, IsInside, compared
+from plumbline.check.rank.joint.exchanges import Exchanged, ExchangeFunctions, IsInside, compared_calls, shared_by
 from plumbline.check.rank.joint.forward import RecordedCall
 from plumbline.check.rank.joint.meetings import Meetings
 from plumbline.check.rank.joint.pieces import JointPieces
@@ -119,13 +119,15 @@ class JointSteps(Observer):
             if any(part_of(parameter) is not None for one in calls for parameter in one.call.trainable):
                 self._found = {"why": FLAT}
                 return
-            losses = RankLosses([value for value in values.values() if value is not None], together)
+            compared = self._compared_functions(functions)
+            own_losses = [value for value in values.values() if value is not None]
+            losses = RankLosses(own_losses, together, *shared_by(compared.get("functions", ())))
             divisors = requested_divisors(one.call.module for one in calls)
             held = list(self._held(calls, ends_in_loss))
             names = sorted({self._names.of_one(one) for one in beside})
             self._found = self._comparison.compare(calls, held, losses, divisors, names, self.multiplied_by_hand())
             self._waiting = (calls, ends_in_loss) if self._comparison.is_waiting else ([], {})
-            self._found |= self._compared_functions(functions)
+            self._found |= compared
         elif not calls and self._comparison.is_waiting:
             self._found = self._comparison.resume(list(self._held(*self._waiting)))
             self._waiting = self._waiting if self._comparison.is_waiting else ([], {})
@@ -137,7 +139,7 @@ class JointSteps(Observer):
         if self._comparison.obstacle:
             return {}
         try:
-            found = compared(self._exchange, self._meetings, calls)
+            found = compared_calls(self._exchange, self._meetings, calls)
         except AbsentRankError as error:
             self._comparison.leave(str(error))
             return {}
