@@ -458,10 +458,11 @@ def test_right_documents_have_no_note(notes, train, said):
     assert others == [] if said is None else said in others[0]
 
 
-def in_parts(begin, *, divides=False):
+def in_parts(begin, *, divides=False, shifted="before"):
     """Each of two ranks has a part of every sequence, whose positions begin where ``begin`` says.
 
-    ``divides``: the model is given whole sequences, and takes the rank's part itself.
+    ``divides``: the model is given whole sequences, and takes the rank's part itself. ``shifted``: labels are shifted
+    before sequences are divided, or after it, by ignoring the last token or by leaving it out.
     """
     init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     rank, half = dist.get_rank(), LENGTH // 2
@@ -471,13 +472,18 @@ def in_parts(begin, *, divides=False):
     wrapped, optimizer = nn.parallel.DistributedDataParallel(model), torch.optim.SGD(model.parameters(), 0.1)
     batches = torch.Generator().manual_seed(1)
     for _ in range(STEPS):
-        tokens = torch.randint(VOCABULARY, (ROWS, LENGTH + 1), generator=batches)
+        tokens = torch.randint(VOCABULARY, (2 * ROWS, LENGTH + 1), generator=batches)
         part = slice(rank * half, rank * half + half)
-        places = torch.arange(half).expand(ROWS, -1) + begin(rank) * half
+        places = torch.arange(half).expand(2 * ROWS, -1) + begin(rank) * half
         whole = tokens[:, :-1]
         outputs = wrapped(whole, torch.arange(LENGTH)[None]) if divides else wrapped(whole[:, part], places)
         optimizer.zero_grad()
-        functional.cross_entropy(outputs.flatten(0, 1), tokens[:, 1:][:, part].flatten()).backward()
+        labels = tokens[:, 1:][:, part].clone()
+        if shifted == "ignored":
+            labels[:, -1] = -100
+        elif shifted == "left out":
+            outputs, labels = outputs[:, :-1], labels[:, :-1]
+        functional.cross_entropy(outputs.flatten(0, 1), labels.flatten()).backward()
         optimizer.step()
 
 
@@ -485,7 +491,7 @@ class Parts(Net):
     """Stands for a model whose attention is exchanged between the parts: its tokens do not see each other at all."""
 
     def __init__(self, part):
-        super().__init__()
+        super().__init__(masked=())
         self.part = part
 
     def forward(self, input_ids, position_ids):
@@ -508,3 +514,41 @@ def test_parts_of_a_sequence_that_all_begin_at_0_are_told(plumbline, train, is_t
     findings = plumbline.check(train, ranks=2, steps=STEPS).findings
     told = [one.message for one in findings if isinstance(one, HeadlineNote)]
     assert ["dimension 'cp', but the position ids of all ranks begin at 0" in one for one in told] == [True] * is_told
+
+
+def in_two_pieces(*, shifted):
+    """Each of two ranks has two pieces of every sequence: the first and the last one, or those between."""
+    rank, model = dist.get_rank(), Parts(None)
+    for one in model.parameters():
+        dist.broadcast(one.data, 0)
+    wrapped, optimizer = nn.parallel.DistributedDataParallel(model), torch.optim.SGD(model.parameters(), 0.1)
+    places = torch.arange(LENGTH).chunk(4)
+    own = torch.cat((places[rank], places[3 - rank]))
+    batches = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        tokens = torch.randint(VOCABULARY, (2 * ROWS, LENGTH + 1), generator=batches)
+        labels = tokens[:, 1:][:, own]
+        if shifted == "after":
+            labels = functional.pad(tokens[:, own][:, 1:], (0, 1), value=-100)
+        optimizer.zero_grad()
+        functional.cross_entropy(wrapped(tokens[:, own], own[None]).flatten(0, 1), labels.flatten()).backward()
+        optimizer.step()
+
+
+SEAMS = {
+    "ignored": (partial(in_parts, lambda rank: rank, shifted="ignored"), True),
+    "left out": (partial(in_parts, lambda rank: rank, shifted="left out"), True),
+    "right": (partial(in_parts, lambda rank: rank), False),
+    "own sequences": (partial(in_parts, lambda rank: 0, shifted="ignored"), False),
+    "two pieces": (partial(in_two_pieces, shifted="after"), True),
+    "two right pieces": (partial(in_two_pieces, shifted="before"), False),
+}
+
+
+@pytest.mark.parametrize(("train", "is_wrong"), SEAMS.values(), ids=SEAMS.keys())
+def test_labels_shifted_within_parts_of_sequences_are_wrong(plumbline, train, is_wrong):
+    """huggingface/transformers#48491, NVIDIA-BioNeMo/bionemo-recipes#1449: the last token of a part has no label."""
+    check = plumbline.check(train, ranks=2, steps=STEPS)
+    assert not any(end.has_failed for end in check.ends)
+    causes = {one.cause for one in check.findings if one.outcome.is_bad and one.consequence_of is None}
+    assert causes == ({"tokens-at-seams-missing"} if is_wrong else set())

@@ -24,6 +24,10 @@ _OF_SEQUENCES = ("context", "context_parallel", "cp", "seq", "sequence", "sequen
 _NOTICED = 1e-3
 """A limit that messages do not mention: real influence between documents moves outputs by more."""
 
+_ENDS = 7
+"""How often the loss must count the tokens at the ends of parts before it matters that it never counts those after
+them: if both were equally likely, the chance of that would be below 1 %."""
+
 _PARTS = {"documents": "one document", "padding": "padding"}
 
 _LABELS = {
@@ -44,6 +48,7 @@ def judge_documents(training: RecordedTraining) -> Iterator[Finding]:
     mixed = any((own.get("documents") or {}).get("moved") for _, own in facts)
     yield from _labels([own for _, own in facts], ["padded"] if mixed else ["seams", "padded"])
     yield from _parts(training)
+    yield from _seams_of_ranks([own.get("pieces", []) for _, own in facts])
     if any(not own["places"]["restart"] for _, own in facts if "places" in own):
         by = next(own["places"]["by"] for _, own in facts if "places" in own)
         yield information(
@@ -150,6 +155,28 @@ def _parts(training: RecordedTraining) -> Iterator[Finding]:
             f"The mesh has {dimensions[0][names[0]]} ranks in dimension {names[0]!r}, but the position ids of all "
             "ranks begin at 0. Start each rank's position ids at the offset of its part of the sequence, unless the "
             "model adds it.",
+        )
+
+
+def _seams_of_ranks(pieces: Sequence[Sequence[tuple[int, int, int, int]]]) -> Iterator[Finding]:
+    """Yield a failure if ranks have parts of the same sequences, and no loss term is at the end of a continued part."""
+    begins = [{begin for begin, *_ in own} for own in pieces]
+    ends = [
+        (after, before)
+        for rank, own in enumerate(pieces)
+        for _, following, after, before in own
+        if any(following in begin for other, begin in enumerate(begins) if other != rank)
+    ]
+    of = sum(before for _, before in ends)
+    if of >= _ENDS and not any(after for after, _ in ends):
+        yield failed_with_hint(
+            CHECK,
+            "ranks have parts of the same sequences, because position ids continue from one rank to another, but the "
+            f"loss never counts the prediction of the first token of another rank's part; it counts {of} "
+            "predictions of the last token of a part",
+            "shift labels before sequences are divided, so that the last token of a part has its label",
+            cause="tokens-at-seams-missing",
+            family="data",
         )
 
 

@@ -80,8 +80,19 @@ def positions_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
     if tokens is None:
         return None
     shape = tokens.shape[:2] if tokens.dim() > 1 else torch.Size((1, len(tokens)))
-    found = (one for name, one in given if _is(name, _POSITIONS) and _is_whole(one) and _fits(one, shape))
-    return next(((one.reshape(shape), tokens) for one in found), None)
+    same = torch.Size((1, shape[1]))  # for all rows
+    for name, one in given:
+        if _is(name, _POSITIONS) and _is_whole(one) and (_fits(one, shape) or _fits(one, same)):
+            return one.reshape(-1, shape[1]).expand(shape), tokens
+    return None
+
+
+def pieces_of(positions: Tensor) -> list[tuple[int, int]] | None:
+    """Return the first and the last column of each run of position ids; None if rows have different ids."""
+    if bool((positions != positions[:1]).any()):
+        return None
+    ends = [*((positions[0].diff() != 1).nonzero().flatten().tolist()), positions.shape[1] - 1]
+    return list(zip([0, *(end + 1 for end in ends[:-1])], ends, strict=True))
 
 
 def document_ends(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[int] | None:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from plumbline.check.evidence.training import Facts
-from plumbline.check.rank.observers.document_layout import DocumentLayout, layout_of, positions_of
+from plumbline.check.rank.observers.document_layout import DocumentLayout, layout_of, pieces_of, positions_of
 from plumbline.check.rank.observers.document_probe import DocumentProbe, first_documents
 from plumbline.check.rank.observers.objective import ObjectiveObserver
 from plumbline.check.rank.observers.row_hashes import digest, row_hashes
@@ -19,6 +19,9 @@ from plumbline.replay.precision import ReplayPrecision
 from plumbline.replay.replay import forward_watched
 
 NAME = "documents"
+
+MOST_PIECES = 16
+"""The most runs of position ids, in one forward and in all, of which it is noted whether the loss counts their ends."""
 
 
 class DocumentObserver(Observer):
@@ -31,7 +34,8 @@ class DocumentObserver(Observer):
     and the loss terms there whose target is the next document's first token. ``padded`` counts the padded positions,
     and the loss terms there. ``places``: whether position ids restart with each document. Without an argument's name:
     ``begins``, the smallest position at which a row of the first forward begins, and ``tokens``, a digest of its
-    tokens.
+    tokens. ``pieces``: for each run of position ids, its first id, the id after its last one, and how often the loss
+    counts the prediction of the token after the run's last position, and that of the last token itself.
     """
 
     name = NAME
@@ -39,6 +43,8 @@ class DocumentObserver(Observer):
     def __init__(self, objective: ObjectiveObserver) -> None:
         self._objective = objective
         self._layouts: list[DocumentLayout | None] = []
+        self._positions: list[tuple[Tensor, Tensor] | None] = []
+        self._pieces: dict[tuple[int, int], list[int]] = {}
         self._facts: Facts = {}
 
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -46,7 +52,8 @@ class DocumentObserver(Observer):
             return
         layout = attempt(layout_of, module, args, kwargs)
         self._layouts.append(layout)
-        if "begins" not in self._facts and (part := attempt(positions_of, module, args, kwargs)) is not None:
+        self._positions.append(attempt(positions_of, module, args, kwargs))
+        if "begins" not in self._facts and (part := self._positions[-1]) is not None:
             positions, tokens = part
             self._facts["begins"] = int(positions[:, 0].min())
             self._facts["tokens"] = digest(row_hashes([tokens]))
@@ -58,20 +65,48 @@ class DocumentObserver(Observer):
 
     def backward_ends(self, number: int) -> Facts | None:
         layouts, self._layouts = self._layouts, []
+        places, self._positions = self._positions, []
         calls = self._objective.calls
         if len(layouts) == len(calls):
-            for layout, one in zip(layouts, calls, strict=True):
+            for layout, place, one in zip(layouts, places, calls, strict=True):
+                counted = one.call.counted
+                if counted is None or one.call.targets.is_floating_point():
+                    continue
+                if one.call.reduction == "none" and one.cotangent is not None:
+                    counted = counted & (one.cotangent != 0).reshape(counted.shape)
                 if layout is not None:
-                    counted = one.call.counted
-                    if one.call.reduction == "none" and one.cotangent is not None and counted is not None:
-                        counted = counted & (one.cotangent != 0).reshape(counted.shape)
                     attempt(self._count, layout, one.call.targets, counted)
+                if place is not None:
+                    attempt(self._count_pieces, *place, one.call.targets, counted)
         return None
 
-    def _count(self, layout: DocumentLayout, targets: Tensor, counted: Tensor | None) -> None:
+    def _count_pieces(self, positions: Tensor, tokens: Tensor, targets: Tensor, counted: Tensor) -> None:
+        rows, length = positions.shape
+        columns = targets.numel() // rows
+        pieces = pieces_of(positions)
+        if pieces is None or tokens.is_floating_point() or targets.numel() != rows * columns:
+            return
+        if columns not in (length, length - 1) or len(pieces) > MOST_PIECES:
+            return
+        targets, counted = (
+            nn.functional.pad(one.reshape(rows, columns), (0, length - columns)) for one in (targets, counted)
+        )
+        is_next = targets[:, :-1] == tokens.reshape(rows, length)[:, 1:]
+        is_within = positions.diff(dim=1) == 1
+        if not bool((is_next | ~is_within | ~counted[:, :-1]).all()):
+            return  # the loss does not predict each next token
+        # At the end of a run, the token in the next column is not the next one of the sequence.
+        counted[:, :-1] &= is_within | ~is_next
+        for first, last in ((first, last) for first, last in pieces if first < last):
+            key = int(positions[0, first]), int(positions[0, last]) + 1
+            known = self._pieces.setdefault(key, [0, 0])
+            known[0] += int(counted[:, last].sum())
+            known[1] += int(counted[:, last - 1].sum())
+
+    def _count(self, layout: DocumentLayout, targets: Tensor, counted: Tensor) -> None:
         rows, length = layout.shape
         columns = targets.numel() // rows
-        if counted is None or targets.is_floating_point() or columns * rows != targets.numel():
+        if columns * rows != targets.numel():
             return
         if columns not in (length, length - 1) or layout.tokens.is_floating_point():
             return
@@ -137,11 +172,12 @@ class DocumentObserver(Observer):
         self._facts[name] = facts
 
     def final_facts(self) -> Facts | None:
-        return self._facts or None
+        pieces = [[*piece, *counts] for piece, counts in self._pieces.items()][:MOST_PIECES]
+        return self._facts | ({"pieces": pieces} if pieces else {}) or None
 
     def stop(self) -> None:
         super().stop()
-        self._layouts = []
+        self._layouts, self._positions = [], []
 
 
 def _run_plainly(run: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
