@@ -74,7 +74,10 @@ def layout_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 
 def positions_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """Return the position ids (rows, positions) that a call is given, and its tokens; None without position ids."""
+    """Return the position ids (rows, positions) that a call is given, and its tokens; None without position ids.
+
+    Numbers that count up from column to column are position ids, whatever the name of the argument.
+    """
     given = list(_named(_bound(module, args, kwargs)))
     tokens = _tokens(given)
     if tokens is None:
@@ -82,7 +85,9 @@ def positions_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
     shape = tokens.shape[:2] if tokens.dim() > 1 else torch.Size((1, len(tokens)))
     same = torch.Size((1, shape[1]))  # for all rows
     for name, one in given:
-        if _is(name, _POSITIONS) and _is_whole(one) and (_fits(one, shape) or _fits(one, same)):
+        if not _is_whole(one) or not (_fits(one, shape) or _fits(one, same)):
+            continue
+        if _is(name, _POSITIONS) or (one.shape[-1] > 1 and bool((one.diff(dim=-1) == 1).all())):
             return one.reshape(-1, shape[1]).expand(shape), tokens
     return None
 
