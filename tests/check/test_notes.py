@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -152,6 +153,18 @@ def warming_up(optimizer):
 def test_updates_that_round_to_nothing_are_told(notes):
     (said,) = notes(in_bfloat16, 1e-6)
     assert "of the 676 bfloat16 weights that have a gradient change at all; the other updates are lost" in said
+
+
+def test_weight_decay_that_rounds_to_nothing_is_told(notes):
+    (said,) = notes(in_bfloat16, 1e-2, torch.optim.AdamW)
+    assert "Weight decay changes none of 676 bfloat16 weights" in said
+
+
+@pytest.mark.parametrize(
+    "optimizer", [partial(torch.optim.AdamW, fused=True), partial(torch.optim.AdamW, weight_decay=1.0)]
+)
+def test_weight_decay_that_counts_is_not_told(notes, optimizer):
+    assert notes(in_bfloat16, 1e-2, optimizer) == []
 
 
 # Parameters that were tied

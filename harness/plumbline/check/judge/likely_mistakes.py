@@ -70,7 +70,7 @@ _DTYPES = ("bfloat16", "float16")
 
 
 def judge_rounded_updates(training: RecordedTraining) -> Iterator[Finding]:
-    """Yield a note where most updates of an optimizer's 16-bit weights round to nothing, at every step."""
+    """Yield a note where most updates of 16-bit weights, or the weight decay of all, round to nothing at every step."""
     yield from failed_observers(training, "moved-weights", "precision")
     steps: dict[tuple[int, int], list[ObserverFacts]] = {}
     for one in noted(training, "moved-weights"):
@@ -85,6 +85,17 @@ def judge_rounded_updates(training: RecordedTraining) -> Iterator[Finding]:
                 f"In each step, at most {amount(moved)} of the {amount(due)} {dtypes} weights that have a gradient "
                 "change at all; the other updates are lost to rounding. Keep the weights in float32 and compute in "
                 "autocast, or use an optimizer that keeps a copy of them in float32.",
+            )
+            return
+    for own in steps.values():
+        decays = max(one.facts["decays"] for one in own)
+        if decays and not any(one.facts["decayed"] for one in own) and not _warms_up(own):
+            dtypes = listed(sorted({each.dtype for each in own[0].step.parameters} & set(_DTYPES)))
+            yield headline_note(
+                "precision",
+                f"Weight decay changes none of {amount(decays)} {dtypes} weights: the product of learning rate and "
+                "weight_decay is smaller than the spacing of these numbers. Keep the weights in float32 and compute "
+                "in autocast, or use fused=True, which rounds the decay and the update together.",
             )
             return
 

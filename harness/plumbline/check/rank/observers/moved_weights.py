@@ -14,16 +14,22 @@ from plumbline.recording.sharding import local
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
+_DECOUPLED = tuple(kind for name in ("AdamW", "Muon") if (kind := getattr(torch.optim, name, None)) is not None)
+"""Optimizers of torch whose weight decay is a step of its own."""
+
+
 class MovedWeightObserver(Observer):
     """Notes for each step ``due`` and ``moved``: how many 16-bit entries have a gradient, and how many of them changed.
 
-    Memory: a copy of the weights in 16 bits.
+    ``decays`` and ``decayed``: how many nonzero entries torch's optimizers multiply by one minus the weight decay, and
+    how many of these products are not rounded to the same number. Memory: a copy of the weights in 16 bits.
     """
 
     name = "moved-weights"
 
     def __init__(self) -> None:
         self._before: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._decays = (0, 0)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Keep the weights that have a gradient, and where it is not zero."""
@@ -37,13 +43,34 @@ class MovedWeightObserver(Observer):
             for one, gradient in given
             if gradient.shape == local(one).shape
         ]
+        self._decays = _decays(optimizer)
 
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
         kept, self._before = self._before, []
         if not kept or skipped:
             return None
         moved = sum(int(((local(one.detach()) != before) & has).sum()) for one, before, has in kept)
-        return {"due": sum(int(has.sum()) for _, _, has in kept), "moved": moved}
+        decays, decayed = self._decays
+        due = sum(int(has.sum()) for _, _, has in kept)
+        return {"due": due, "moved": moved, "decays": decays, "decayed": decayed}
 
     def stop(self) -> None:
         self._before = []
+
+
+def _decays(optimizer: Optimizer) -> tuple[int, int]:
+    """Return how many nonzero 16-bit entries have a decoupled weight decay, and how many of them it changes.
+
+    A fused step rounds only once, after the update.
+    """
+    decays = decayed = 0
+    for group in optimizer.param_groups:
+        is_decoupled = isinstance(optimizer, _DECOUPLED) or group.get("decoupled_weight_decay")
+        if not is_decoupled or group.get("fused") or not group.get("weight_decay"):
+            continue
+        factor = 1 - group["lr"] * group["weight_decay"]
+        for one in (local(each.detach()) for each in group["params"] if each.grad is not None):
+            if one.dtype in _DTYPES:
+                decays += int(one.count_nonzero())
+                decayed += int((one * factor != one).sum())
+    return decays, decayed
