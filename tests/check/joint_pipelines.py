@@ -325,6 +325,45 @@ def _converted(sent_as: torch.dtype) -> tuple[list[nn.Module], Step]:
     return [stage], step
 
 
+class PassingOn(nn.Module):
+    """A stage whose forward receives activations and sends its outputs, without functions that exchange gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_last = dist.get_rank() == dist.get_world_size() - 1
+        self.stage = Stage(4 if self.is_last else WIDTH)
+        self.received = torch.empty(0)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        if dist.get_rank():
+            rows = self.received = torch.empty_like(rows)
+            dist.recv(rows, dist.get_rank() - 1)
+            rows.requires_grad_()
+        values: Tensor = self.stage(rows)
+        if not self.is_last:
+            dist.send(values.detach(), dist.get_rank() + 1)
+        return values
+
+
+def _passing_on() -> tuple[list[nn.Module], Step]:
+    rank, model = dist.get_rank(), PassingOn()
+    for one in model.parameters():
+        nn.init.normal_(one, std=0.3, generator=torch.Generator().manual_seed(rank))
+
+    def step(rows: Tensor, targets: Tensor) -> None:
+        values = model(rows)
+        if model.is_last:
+            functional.mse_loss(values, targets).backward()
+        else:
+            gradient = torch.empty_like(values)
+            dist.recv(gradient, rank + 1)
+            values.backward(gradient)
+        if rank:
+            dist.send(model.received.grad * (2 if MISTAKE == "gradient-sent-doubled" else 1), rank - 1)
+
+    return [model], step
+
+
 def _step(schedule: Any, stages: list[Any]) -> Step:
     def step(rows: Tensor, targets: Tensor) -> None:
         given = [rows] if any(one.is_first for one in stages) else []
@@ -342,7 +381,7 @@ def run(scene: str, mistake: str = "") -> None:
         "communicating": _communicating, "in-parts": _in_parts, "replicas": _replicas, "alike": _alike, "tied": _tied,
         "equal": _equal, "accumulated": _accumulated,
         "summed": partial(_summed, "1F1B"), "clipped": partial(_of_two, "1F1B", functional.mse_loss),
-        "freed": _freed, "sent-in-float32": partial(_converted, torch.float32),
+        "freed": _freed, "passing-on": _passing_on, "sent-in-float32": partial(_converted, torch.float32),
         "sent-in-bfloat16": partial(_converted, torch.bfloat16),
     }  # fmt: skip
     modules, step = others[scene]() if scene in others else _scheduled(scene)

@@ -18,6 +18,7 @@ SCHEDULES = (
 WRONG = {
     ("communicating", "gradient-sent-doubled"): "some-tensors-scaled",
     ("freed", "gradient-sent-doubled"): "exchanged-otherwise",
+    ("passing-on", "gradient-sent-doubled"): "some-tensors-scaled",
     ("sent-in-float32", "gradient-sent-doubled"): "exchanged-otherwise",
     ("sent-in-bfloat16", "gradient-sent-doubled"): "exchanged-otherwise",
     ("tied", "tied-not-added"): "tied-gradients-not-added",
@@ -42,8 +43,8 @@ def checked(plumbline: Any, *scene: str, ranks: int = 0) -> CheckedTraining:
 
 
 BY_HAND = (
-    "in-parts", "replicas", "tied", "equal", "freed", "sent-in-float32", "sent-in-bfloat16", "accumulated", "summed",
-    "clipped",
+    "in-parts", "replicas", "tied", "equal", "freed", "passing-on", "sent-in-float32", "sent-in-bfloat16",
+    "accumulated", "summed", "clipped",
 )  # fmt: skip
 
 

@@ -388,7 +388,8 @@ class GradientSearch:
                 self.known = one if are_copies else self.known
                 return scaled, self._read_as(scaled, seed)
         # Single gradients may be wrong while the script multiplies all of them on purpose, or counts losses once.
-        has_others = self._derivative.by_hand != 1 or self._derivative.has_parts_of_losses
+        derivative = self._derivative
+        has_others = derivative.by_hand != 1 or derivative.has_parts_of_losses or derivative.may_pass_on
         nearest = self._nearest(readings) if has_others else readings[0]
         return nearest, self._read_as(nearest, seed)
 
@@ -417,7 +418,8 @@ class GradientSearch:
 
     def _readings(self, known: Reading | None) -> list[Reading]:
         readings = [
-            Reading(is_sum, once, one, derives)
+            Reading(is_sum, once, of_losses, one, derives)
+            for of_losses in ((False, True) if self._derivative.may_pass_on else (False,))
             for derives in ((False, True) if self._derivative.receives_constants else (False,))
             for one in self._derivative.in_place
             for is_sum, once in self._means
@@ -437,15 +439,20 @@ class GradientSearch:
 
         If half of a gradient is wrong, several readings are equally near.
         """
-        self._derivative.read_as(Reading(in_place=readings[0].in_place, derives=readings[0].derives))
-        mean_of, indices = self._derivative.divided_by, self._indices
-        along = [self._derivative.difference(indices, seed) for seed in OF_A_FACTOR]
-        found = [(one.received_for(indices), one.right) for one in along]
+        indices, mean_of = self._indices, 1.0
+        found: dict[bool, list[tuple[float, float]]] = {}
+        for of_losses in {one.of_losses for one in readings}:
+            self._derivative.read_as(
+                Reading(of_losses=of_losses, in_place=readings[0].in_place, derives=readings[0].derives)
+            )
+            mean_of = self._derivative.divided_by
+            along = [self._derivative.difference(indices, seed) for seed in OF_A_FACTOR]
+            found[of_losses] = [(one.received_for(indices), one.right) for one in along]
 
         def rest(reading: Reading) -> float:
             times = mean_of if reading.is_sum else self._derivative.ranks_of_a_loss if reading.once else 1.0
             factor = reading.factor * times
-            return math.hypot(*(received - factor * right for received, right in found))
+            return math.hypot(*(received - factor * right for received, right in found[reading.of_losses]))
 
         nearest = min(readings, key=rest)
         return nearest if rest(nearest) < rest(readings[0]) / 2 else readings[0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -60,7 +60,8 @@ SPREAD = 4.0
 class Reading:
     """How gradients are read: as derivatives of the sum or the mean of the ranks' losses, with a view of collectives.
 
-    ``once``: losses that several ranks compute together count once in the mean. ``in_place``: what collectives add to
+    ``once``: losses that several ranks compute together count once in the mean. ``of_losses``: S has only the terms of
+    passes that begin at a loss, because forwards themselves pass activations on. ``in_place``: what collectives add to
     tensors in place. ``derives``: values that other collectives return without a gradient depend on the tensors of all
     ranks; otherwise they are constants. ``factor``: a factor in all gradients, for example because a trainer's own code
     has divided them by a loss scale, or clipped them. ``factor_error``: the noise of the factor, relative to it.
@@ -69,6 +70,7 @@ class Reading:
 
     is_sum: bool = False
     once: bool = False
+    of_losses: bool = False
     in_place: InPlace = InPlace.DERIVED
     derives: bool = False
     factor: float = 1.0
@@ -82,13 +84,14 @@ class RankLosses:
 
     ``are_computed_together``: a function that communicates has computed them from the outputs of modules. ``ranks``:
     the number of ranks in its group. ``have_parts``: its backward gives each of them the derivative of one loss with
-    respect to the rank's own outputs.
+    respect to the rank's own outputs. ``begin_at_losses``: the same for each pass, by its number.
     """
 
     values: Sequence[float]
     are_computed_together: bool = False
     ranks: int = 1
     have_parts: bool = False
+    begin_at_losses: Mapping[int, bool] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -123,15 +126,16 @@ class JointDerivative:
     number of ranks that compute a loss. ``has_same_loss``: all their losses are equal. ``has_one_loss``: they are also
     computed from equal outputs. ``ranks_of_a_loss``: the number of ranks that compute each loss together.
     ``has_parts_of_losses``: each of these ranks has its part of the gradient of one loss. ``communicate``: for each
-    rank, whether its forward communicates. ``receives_constants``: the forward combines tensors that have a gradient
-    with values that collectives return as constants. ``adds_gradients``: the names of custom functions that add
-    gradients of their own. ``changed``: gradients that changed between pipeline stages. ``in_place``: the readings of
-    in-place collectives to try. ``is_first``: no step was compared before. ``are_copies``: optimizers step copies of
-    all parameters. ``squares``: the squared norms of the gradients taken so far, by rank and number. ``factor``: the
-    factor in all of these gradients and its relative error, None before any was compared. ``by_hand``: the factor by
-    which the script was seen to multiply gradients on every rank, 1 without one. ``is_edited``: the script changed
-    gradients, but not all by one factor. ``step``: each step has its own directions in 16-bit formats, where the
-    directions of all steps are judged together.
+    rank, whether its forward communicates. ``may_pass_on``: forwards that communicate may pass activations on, whose
+    gradients ranks exchange themselves. ``receives_constants``: the forward combines tensors that have a gradient with
+    values that collectives return as constants. ``adds_gradients``: the names of custom functions that add gradients of
+    their own. ``changed``: gradients that changed between pipeline stages. ``in_place``: the readings of in-place
+    collectives to try. ``is_first``: no step was compared before. ``are_copies``: optimizers step copies of all
+    parameters. ``squares``: the squared norms of the gradients taken so far, by rank and number. ``factor``: the factor
+    in all of these gradients and its relative error, None before any was compared. ``by_hand``: the factor by which the
+    script was seen to multiply gradients on every rank, 1 without one. ``is_edited``: the script changed gradients, but
+    not all by one factor. ``step``: each step has its own directions in 16-bit formats, where the directions of all
+    steps are judged together.
     """
 
     def __init__(
@@ -199,6 +203,9 @@ class JointDerivative:
         gathered = leaves_of(one.call.module for one in calls)
         self._weights = JointWeights(ReplayPrecision.FLOAT64, held, gathered)
         self._forward = JointForward(calls, self._weights)
+        counts = exchange.values([losses.begin_at_losses.get(number, True) for number in self._forward.passes])
+        self._at_losses: list[list[bool]] = counts
+        self.may_pass_on = any(self.communicate) and not all(map(all, self._at_losses))
         with used_after_reductions(self._weights) as used, followed_uses(self._weights, self._parts()) as uses:
             self._still = self._rehearsed(
                 lambda: self._forward.rehearse(JointWeights(ReplayPrecision.NATIVE, held, gathered))
@@ -361,13 +368,13 @@ class JointDerivative:
                         copies = self.every[rank][number]["copies"]
                         left, _ = product(self._left.get(id(one.parameter)), along, copies)
                         products[index] = *product(self._gradients[number], along, copies), left
-        forth, back = (self._at(directions, sign) for sign in (STEP, -STEP))
-        rough_forth, rough_back = (self._at(directions, sign, self.unit) for sign in (STEP, -STEP))
+        forth, back = (self._counted(self._at(directions, sign)) for sign in (STEP, -STEP))
+        rough_forth, rough_back = (self._counted(self._at(directions, sign, self.unit)) for sign in (STEP, -STEP))
         shares = _combined(forth, back, lambda a, b: (a - b) / (2 * STEP * self._of))
         rough = _combined(rough_forth, rough_back, lambda a, b: (a - b) / (2 * STEP * self._of))
         bends = [
             (a + b - 2 * c) / (2 * STEP * self._of)
-            for one, other, still in zip(forth, back, self._still, strict=True)
+            for one, other, still in zip(forth, back, self._counted(self._still), strict=True)
             for a, b, c in zip(one, other, still, strict=True)
         ]
         every = self._exchange.values({str(index): value for index, value in products.items()})
@@ -393,6 +400,15 @@ class JointDerivative:
             return self._forward.terms(unit)
 
         return self._all(compute)
+
+    def _counted(self, terms: list[list[float]]) -> list[list[float]]:
+        """Return the terms of S, by rank and pass, with zeros for those that the reading leaves out."""
+        if not self._reading.of_losses:
+            return terms
+        return [
+            [term if counts else 0.0 for term, counts in zip(own, kept, strict=True)]
+            for own, kept in zip(terms, self._at_losses, strict=True)
+        ]
 
     def read_as(self, reading: Reading) -> None:
         """Interpret the gradients by ``reading`` from now on."""

@@ -121,7 +121,8 @@ class JointSteps(Observer):
                 return
             compared = self._compared_functions(functions)
             own_losses = [value for value in values.values() if value is not None]
-            losses = RankLosses(own_losses, together, *shared_by(compared.get("functions", ())))
+            shared = shared_by(compared.get("functions", ()))
+            losses = RankLosses(own_losses, together, *shared, begin_at_losses=ends_in_loss)
             divisors = requested_divisors(one.call.module for one in calls)
             held = list(self._held(calls, ends_in_loss))
             names = sorted({self._names.of_one(one) for one in beside})
