@@ -325,6 +325,33 @@ def _converted(sent_as: torch.dtype) -> tuple[list[nn.Module], Step]:
     return [stage], step
 
 
+def _beside() -> tuple[list[nn.Module], Step]:
+    """Two stages by hand, of which the first also sends what it computes from its output outside of the module."""
+    rank = dist.get_rank()
+    stage = [Stage(), Stage(4)][rank]
+
+    def step(rows: Tensor, targets: Tensor) -> None:
+        if rank == 0:
+            values = stage(rows)
+            sent = [values, values.tanh()]
+            gradients = [torch.empty_like(values) for _ in sent]
+            for one in sent:
+                dist.send(one.detach(), 1)
+            for one in gradients:
+                dist.recv(one, 1)
+            torch.autograd.backward(sent, gradients)
+        else:
+            received = [torch.empty(len(rows), WIDTH) for _ in range(2)]
+            for one in received:
+                dist.recv(one, 0)
+                one.requires_grad_()
+            functional.mse_loss(stage(received[0]) + received[1][:, :4], targets).backward()
+            for one in received:
+                dist.send(one.grad, 0)
+
+    return [stage], step
+
+
 class PassingOn(nn.Module):
     """A stage whose forward receives activations and sends its outputs, without functions that exchange gradients."""
 
@@ -381,7 +408,8 @@ def run(scene: str, mistake: str = "") -> None:
         "communicating": _communicating, "in-parts": _in_parts, "replicas": _replicas, "alike": _alike, "tied": _tied,
         "equal": _equal, "accumulated": _accumulated,
         "summed": partial(_summed, "1F1B"), "clipped": partial(_of_two, "1F1B", functional.mse_loss),
-        "freed": _freed, "passing-on": _passing_on, "sent-in-float32": partial(_converted, torch.float32),
+        "freed": _freed, "passing-on": _passing_on, "beside": _beside,
+        "sent-in-float32": partial(_converted, torch.float32),
         "sent-in-bfloat16": partial(_converted, torch.bfloat16),
     }  # fmt: skip
     modules, step = others[scene]() if scene in others else _scheduled(scene)

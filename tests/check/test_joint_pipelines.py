@@ -43,7 +43,7 @@ def checked(plumbline: Any, *scene: str, ranks: int = 0) -> CheckedTraining:
 
 
 BY_HAND = (
-    "in-parts", "replicas", "tied", "equal", "freed", "passing-on", "sent-in-float32", "sent-in-bfloat16",
+    "in-parts", "replicas", "tied", "equal", "freed", "passing-on", "beside", "sent-in-float32", "sent-in-bfloat16",
     "accumulated", "summed", "clipped",
 )  # fmt: skip
 

@@ -84,7 +84,8 @@ class RankLosses:
 
     ``are_computed_together``: a function that communicates has computed them from the outputs of modules. ``ranks``:
     the number of ranks in its group. ``have_parts``: its backward gives each of them the derivative of one loss with
-    respect to the rank's own outputs. ``begin_at_losses``: the same for each pass, by its number.
+    respect to the rank's own outputs. ``begin_at_losses``: the same for each pass, by its number. ``of_outputs``: the
+    passes that begin at outputs of modules, with the gradients that the script gives them.
     """
 
     values: Sequence[float]
@@ -92,6 +93,7 @@ class RankLosses:
     ranks: int = 1
     have_parts: bool = False
     begin_at_losses: Mapping[int, bool] = field(default_factory=dict)
+    of_outputs: Collection[int] = ()
 
 
 @dataclass(frozen=True)
@@ -198,7 +200,7 @@ class JointDerivative:
         self.squares: dict[Key, float] = {}
         self.factor: tuple[float, float] | None = None
         self.receive(held)
-        passed = exchange.values(passed_on(calls))
+        passed = exchange.values(passed_on(calls, losses.of_outputs))
         self.changed = changed_on_the_way(passed, self.unit)
         gathered = leaves_of(one.call.module for one in calls)
         self._weights = JointWeights(ReplayPrecision.FLOAT64, held, gathered)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -23,15 +23,17 @@ LIMIT_16_BIT = 2.0**4
 """The same in 16-bit formats, as in ``derivative``."""
 
 
-def passed_on(calls: Sequence[RecordedCall]) -> Facts:
+def passed_on(calls: Sequence[RecordedCall], of_outputs: Collection[int]) -> Facts:
     """Return the gradients at the outputs of this rank's calls, and at the activations that they received.
 
-    Each has a digest of the values, a projection of the gradient, and the sum of the projection's squared terms.
+    Each has a digest of the values, a projection of the gradient, and the sum of the projection's squared terms. In
+    passes that do not begin at outputs, what the script computes from an output may add to its gradient, so the
+    projection is NaN.
     """
     sent = [
-        [_digest(values), *_projected(cotangent)]
+        [_digest(values), *(_projected(cotangent) if number in of_outputs else (math.nan, math.nan))]
         for one in calls
-        for cotangents in one.cotangents.values()
+        for number, cotangents in one.cotangents.items()
         for values, cotangent in zip(one.call.outputs, cotangents, strict=True)
         if cotangent is not None
     ]

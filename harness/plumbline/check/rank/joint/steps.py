@@ -30,6 +30,7 @@ from plumbline.recording.observer import Facts, Observer
 from plumbline.recording.parameter_names import ParameterNames
 from plumbline.recording.parameters import parameters_of
 from plumbline.recording.sharding import requested_divisors
+from plumbline.replay.alias import CallOutputs
 
 FLAT = (
     "the forward communicates, and FSDP1 keeps its parameters in flat tensors: use fully_shard (FSDP2) to have it "
@@ -38,6 +39,10 @@ FLAT = (
 
 _SCALING = ("MulBackward0", "DivBackward0")
 """Nodes that turn a loss, or what stands in its place, into a scaled loss."""
+
+
+_OUTPUTS: Any = CallOutputs._backward_cls
+"""The node of a tracked call's outputs."""
 
 
 class JointSteps(Observer):
@@ -63,6 +68,7 @@ class JointSteps(Observer):
         self._comparison = JointComparison(self._exchange, self._meetings)
         self._losses: dict[int, float | None] = {}
         self._left_behind: set[int] = set()
+        self._of_outputs: set[int] = set()
         self._found: Facts | None = None
         self._waiting: tuple[Sequence[RecordedCall], Mapping[int, bool]] = [], {}
         self._communicates = False
@@ -93,6 +99,8 @@ class JointSteps(Observer):
         self._losses[number] = math.fsum(float(root.detach()) for root in roots) if ends_in_loss else None
         if ends_in_loss and all(map(_may_be_left_behind, roots)):
             self._left_behind.add(number)
+        if all(isinstance(root.grad_fn, _OUTPUTS) for root in roots):
+            self._of_outputs.add(number)
 
     def compare(
         self,
@@ -112,6 +120,8 @@ class JointSteps(Observer):
         if communicates:
             values |= dict.fromkeys(self._left_behind & numbers)
         self._left_behind -= numbers
+        of_outputs = self._of_outputs & numbers
+        self._of_outputs -= numbers
         ends_in_loss = {number: value is not None for number, value in values.items()}
         together = self._functions.take_has_communicated()
         if calls and _are_several_ranks() and (not all(ends_in_loss.values()) or communicates or _are_in_parts(calls)):
@@ -122,7 +132,7 @@ class JointSteps(Observer):
             compared = self._compared_functions(functions)
             own_losses = [value for value in values.values() if value is not None]
             shared = shared_by(compared.get("functions", ()))
-            losses = RankLosses(own_losses, together, *shared, begin_at_losses=ends_in_loss)
+            losses = RankLosses(own_losses, together, *shared, begin_at_losses=ends_in_loss, of_outputs=of_outputs)
             divisors = requested_divisors(one.call.module for one in calls)
             held = list(self._held(calls, ends_in_loss))
             names = sorted({self._names.of_one(one) for one in beside})
