@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from plumbline.check.evidence.training import Facts
+from plumbline.check.rank.optimizer.optimizer_replay import groups_of, is_of_torch, stepping
 from plumbline.recording.observer import Observer
 from plumbline.recording.parameters import parameters_of
 from plumbline.recording.sharding import local
@@ -61,11 +62,13 @@ class MovedWeightObserver(Observer):
 def _decays(optimizer: Optimizer) -> tuple[int, int]:
     """Return how many nonzero 16-bit entries have a decoupled weight decay, and how many of them it changes.
 
-    A fused step rounds only once, after the update.
+    Only torch's own optimizers are followed: others may keep the weights in float32. A fused step rounds only once,
+    after the update.
     """
     decays = decayed = 0
-    for group in optimizer.param_groups:
-        is_decoupled = isinstance(optimizer, _DECOUPLED) or group.get("decoupled_weight_decay")
+    kind = type(stepping(optimizer)).__name__
+    for group in groups_of(optimizer) if is_of_torch(stepping(optimizer)) else ():
+        is_decoupled = kind in _DECOUPLED or group.get("decoupled_weight_decay")
         if not is_decoupled or group.get("fused") or not group.get("weight_decay"):
             continue
         factor = 1 - group["lr"] * group["weight_decay"]
