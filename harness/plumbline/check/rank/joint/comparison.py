@@ -82,6 +82,10 @@ FIRST = "0"
 """The seed of the first direction."""
 
 
+class NothingInPartsError(Exception):
+    """No rank is known to compute only a part of a forward."""
+
+
 class JointComparison:
     """Compares the gradients of one process's optimizers together with all other ranks.
 
@@ -113,6 +117,8 @@ class JointComparison:
         divisors: Collection[float] = (),
         beside: Collection[str] = (),
         by_hand: float | None = 1.0,
+        *,
+        in_parts: bool = True,
     ) -> Facts:
         """Compare the gradients that ``held`` parameters have now; the result is the same on all ranks.
 
@@ -120,11 +126,16 @@ class JointComparison:
         as multiples of the number of ranks that reduce them. ``beside``: names of parameters on which this rank's loss
         depends other than through the outputs of calls, for example through a loss that a module holds. S lacks these
         terms, so such parameters are left out. ``by_hand``: the factor by which the script multiplied all gradients
-        after the backward passes, None if it changed them in another way.
+        after the backward passes, None if it changed them in another way. ``in_parts``: whether this rank is known to
+        compute only a part of a forward. If no rank is, each can compute its gradients alone, and the result is empty:
+        its inputs may be leaves for other reasons than in a pipeline, as where the loss has derivatives by them.
         """
 
         def begin() -> JointDerivative:
-            self._left_out = {name for names in self._exchange.values(list(beside)) for name in names}
+            known = self._exchange.values([in_parts, *beside])
+            if not any(one for one, *_ in known):
+                raise NothingInPartsError
+            self._left_out = {name for _, *names in known for name in names}
             own = self._without_those_beside(held)
             return JointDerivative(
                 self._exchange, self._meetings, self._beginnings, calls, own, left, losses, divisors, by_hand, step
@@ -158,6 +169,8 @@ class JointComparison:
         try:
             try:
                 found = self._search(prepare())
+            except NothingInPartsError:
+                return {}
             except NoAgreementError as error:
                 self._waiting = None
                 found = {"why": str(error)}

@@ -124,7 +124,10 @@ class JointSteps(Observer):
         self._of_outputs -= numbers
         ends_in_loss = {number: value is not None for number, value in values.items()}
         together = self._functions.take_has_communicated()
-        if calls and _are_several_ranks() and (not all(ends_in_loss.values()) or communicates or _are_in_parts(calls)):
+        in_parts = communicates or not all(ends_in_loss.values()) or any(one.call.is_distributed for one in calls)
+        receiving = [one for one in calls if one.call.receives_activations]
+        if calls and _are_several_ranks() and (in_parts or receiving):
+            in_parts |= any(math.isnan(values[number] or 0.0) for one in receiving for number in one.cotangents)
             functions = self._functions.take()
             if any(part_of(parameter) is not None for one in calls for parameter in one.call.trainable):
                 self._found = {"why": FLAT}
@@ -136,9 +139,10 @@ class JointSteps(Observer):
             divisors = requested_divisors(one.call.module for one in calls)
             held = list(self._held(calls, ends_in_loss))
             names = sorted({self._names.of_one(one) for one in beside})
-            self._found = self._comparison.compare(calls, held, losses, divisors, names, self.multiplied_by_hand())
+            by_hand = self.multiplied_by_hand()
+            found = self._comparison.compare(calls, held, losses, divisors, names, by_hand, in_parts=in_parts)
             self._waiting = (calls, ends_in_loss) if self._comparison.is_waiting else ([], {})
-            self._found |= compared
+            self._found = found | compared or None
         elif not calls and self._comparison.is_waiting:
             self._found = self._comparison.resume(list(self._held(*self._waiting)))
             self._waiting = self._waiting if self._comparison.is_waiting else ([], {})
@@ -224,8 +228,3 @@ def _may_be_left_behind(root: Tensor) -> bool:
 def _are_several_ranks() -> bool:
     group = torch.distributed
     return group.is_available() and group.is_initialized() and group.get_world_size() > 1
-
-
-def _are_in_parts(calls: Sequence[RecordedCall]) -> bool:
-    """Return whether a model is split into parts, so that no rank can compute its gradients alone."""
-    return any(one.call.is_distributed or one.call.receives_activations for one in calls)
