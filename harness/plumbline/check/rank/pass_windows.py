@@ -50,14 +50,19 @@ class PassWindows:
         passes = [entry.one for entry in own] + ([] if running is None else [running])
         return passes, [entry.one for entry in since if entry.closed]
 
-    def stepped(self, optimizer: int, running: ArrivedGradients | None = None) -> None:
+    def takes_turns(self, optimizer: int, other: int) -> bool:
+        """Return whether two optimizers took their last steps after different passes."""
+        return self._last_step.get(optimizer) != self._last_step.get(other)
+
+    def stepped(self, optimizer: int, running: ArrivedGradients | None = None, *, optimizers: int = 0) -> None:
         """Note that an optimizer has taken its step, and forget passes that no known optimizer needs any more.
 
-        The latest passes are kept for optimizers that have not stepped yet, and may step after the others.
+        All passes are kept for those of the first ``optimizers`` that have not stepped yet: some step less often than
+        others. The latest are also kept for optimizers that are not known yet, and may step after the others.
         """
         latest = [entry.one.number for entry in self._entries[-1:]] + ([] if running is None else [running.number])
         if latest:
             self._last_step[optimizer] = max(latest)
         if self._last_step:
-            least = min(self._last_step.values())
+            least = min(self._last_step.get(number, -1) for number in {*self._last_step, *range(optimizers)})
             self._entries = [entry for entry in self._entries if not entry.closed or entry.one.number > least]

@@ -131,7 +131,7 @@ class TrainingPasses:
 
     def stepped(self, optimizer: int) -> None:
         """Note that an optimizer has taken its step."""
-        self._windows.stepped(optimizer, self._gradients.current)
+        self._windows.stepped(optimizer, self._gradients.current, optimizers=len(list(self._optimizers)))
 
     def _current_pass(self) -> int | None:
         return None if self._gradients.current is None else self._gradients.current.number
@@ -226,12 +226,20 @@ class TrainingPasses:
                 self.uncovered |= {self._names.of_one(parameter): OUTSIDE for parameter in found.beside}
         with self._calls.paused():
             beside = {parameter for one in exact.values() for parameter in one.beside}
+            beside |= self._of_others(optimizer)
             self._joint.compare(
                 calls,
                 passes,
                 beside,
                 communicates=any(one.communicates for one in exact.values()),
             )
+
+    def _of_others(self, optimizer: int) -> set[Tensor]:
+        """Return the parameters of optimizers that take turns with one: they may hold gradients of earlier passes."""
+        every = list(enumerate(self._optimizers))
+        own = next(one for number, one in every if number == optimizer)
+        others = [one for number, one in every if one is not own and self._windows.takes_turns(optimizer, number)]
+        return {one for other in others for one in parameters_of(other)} - {*parameters_of(own)}
 
 
 def _leave_out_hooked(found: ExactPass) -> None:
