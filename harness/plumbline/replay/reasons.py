@@ -15,3 +15,5 @@ OUTSIDE = "used outside of any recorded call, or by a loss that a module stores 
 
 FLAT_PARTS = "FSDP1 shards DTensors, or shards a model over some of the ranks only"
 STALE = "FSDP1 computed its forward with weights from before the optimizer's last step"
+
+SECOND_ORDER = "second-order gradients were computed through it (create_graph=True)"

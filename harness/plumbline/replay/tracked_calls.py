@@ -27,7 +27,7 @@ from plumbline.replay.call import Activation, TrackedCall, UsedParameter, sample
 from plumbline.replay.collectives import collectives, communicates_beside
 from plumbline.replay.nested import map_tensors, tensors_in
 from plumbline.replay.random_state import RandomState
-from plumbline.replay.reasons import FLAT_PARTS, STALE
+from plumbline.replay.reasons import FLAT_PARTS, SECOND_ORDER, STALE
 from plumbline.replay.unsharding import is_distributed, shards
 from plumbline.replay.unwrapping import Role
 from plumbline.replay.uses import is_received, runs_own_code, used_outside
@@ -89,6 +89,7 @@ class TrackedCalls:
         self._arrivals: Any = WeakTensorKeyDictionary()  # activations of each received tensor, with their hooks
         self._outside: dict[int, list[nn.Parameter]] = {}
         self._begun_inside: set[int] = set()  # passes with given gradients, not from a loss
+        self._to_inputs: set[int] = set()  # passes that reach leaves that are not weights
         self._recording = False
         self._number = 0
         self._patch: ModuleCalls | None = None
@@ -130,6 +131,13 @@ class TrackedCalls:
         """Return the numbers of the calls that a backward pass has reached."""
         return [one.number for one in self.calls if number in one.cotangents]
 
+    def differentiates_inputs(self, number: int) -> bool:
+        """Return whether a backward pass computes gradients of a call's inputs, but none of second order."""
+        own = [one for one in self.calls if number in one.cotangents]
+        if any(one.obstacle == SECOND_ORDER for one in own):
+            return False
+        return number in self._to_inputs or any(number in each.gradients for one in own for each in one.activations)
+
     def forget(self) -> None:
         """Forget the gradients that arrived, and the calls that no other backward pass can reach."""
         for call in self.calls:
@@ -141,13 +149,17 @@ class TrackedCalls:
         if self._recording:
             if any(one.numel() != 1 for one in roots):
                 self._begun_inside.add(number)
-            found = [one for one in used_outside(roots) if isinstance(one, nn.Parameter)]
+            leaves = used_outside(roots)
+            found = [one for one in leaves if isinstance(one, nn.Parameter)]
             self._outside.setdefault(number, []).extend(found)
+            if any(not isinstance(one, nn.Parameter) and not self._is_weight(one) for one in leaves):
+                self._to_inputs.add(number)
 
     def take_outside(self) -> dict[int, list[nn.Parameter]]:
         """Return the parameters that are used outside of tracked calls, by backward pass since the last time."""
         taken, self._outside = self._outside, {}
         self._begun_inside.clear()
+        self._to_inputs.clear()
         return taken
 
     def _called(self, run: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -346,7 +358,7 @@ class TrackedCalls:
         if call.discarded:
             return
         if torch.is_grad_enabled():
-            call.obstacle = "second-order gradients were computed through it (create_graph=True)"
+            call.obstacle = SECOND_ORDER
         if number is None:
             return
         # Pipeline stages may receive the next gradients in the same memory, and collectives in a backward change them.

@@ -112,7 +112,9 @@ class RecordedStep:
     backward pass left; it is recorded after a step whose gradients the script changed itself.
     ``passes`` has the backward passes since the optimizer's previous step that belong to this step. ``other_passes``
     has those that left gradients in its parameters, but belong to another optimizer's step. ``skipped``: the GradScaler
-    skipped the step. ``left_out``: the number of passes that the judge left out. ``facts`` has what observers noted.
+    skipped the step. ``left_out``: the number of passes that the judge left out, because the script changed the weights
+    after them. ``discarded``: the number of those that the judge left out because the script discarded their gradients.
+    ``facts`` has what observers noted.
     """
 
     optimizer: int
@@ -128,6 +130,7 @@ class RecordedStep:
     replaced: Tensor | None = None
     after_backward: Tensor | None = None
     left_out: int = 0
+    discarded: int = 0
 
     @property
     def before_clipping(self) -> Tensor:

@@ -155,6 +155,12 @@ def _compared(training: RecordedTraining) -> Iterator[Finding]:
             "the script changes the weights between the backward passes of a step, as sharpness-aware minimisation "
             "does. Gradients at earlier weights are discarded and do not count",
         )
+    if finding.outcome is Outcome.PASSED and truth.gradients.with_discarded_passes:
+        yield information(
+            CHECK,
+            "the script discards the gradients of some backward passes before the last ones of a step, as for "
+            "adversarial examples or estimates of curvature. If they should count, call zero_grad() only once a step",
+        )
     if finding.outcome is Outcome.PASSED and truth.gradients.at_several_weights:
         yield headline_note(
             CHECK,

@@ -9,6 +9,7 @@ from plumbline.check.evidence.training import RecordedStep, RecordedTraining
 from plumbline.check.judge.clipped_masters import before_clipping
 from plumbline.check.judge.rank_weights import forward_communicates, model_parts, shared_part, weights_at
 from plumbline.check.judge.received_gradient import ReceivedGradient
+from plumbline.check.judge.step_objective import equals, objective_of
 from plumbline.judge.mistakes.synchronisation import only
 from plumbline.judge.truth import RIGHT, Combination
 from plumbline.replay.reasons import FLAT_PARTS
@@ -50,6 +51,11 @@ class JudgedGradients:
     def at_several_weights(self) -> bool:
         """Whether all passes of a step count, although the script changed the weights between them."""
         return any(case.step.weights_move_between_passes and not case.step.left_out for case in self.judged)
+
+    @property
+    def with_discarded_passes(self) -> bool:
+        """Whether the script discarded gradients on purpose, at other steps than the first."""
+        return any(case.step.discarded and case.step.number for case in self.judged)
 
     @property
     def with_gradients_of_other_steps(self) -> list[str]:
@@ -283,32 +289,69 @@ def without_other_models(training: RecordedTraining) -> RecordedTraining:
 
 
 def without_discarded_passes(training: RecordedTraining) -> RecordedTraining:
-    """Return a training without the backward passes that the script discards before an optimizer's first step.
+    """Return a training without the backward passes whose gradients the script discards on purpose.
 
     ``zero_grad()`` in the wrong place discards gradients at every step. Passes therefore count as discarded on purpose
-    only if the first step has more of them than any later one, and its gradient is right without them and wrong with
-    them.
+    only if the step's gradient is right without them and wrong with them, and one of these holds:
+
+    - At least half of the optimizer's steps have no such passes, and the loss is not divided by the number of all
+      passes. Trials before the first step are an example, and passes that estimate curvature every few steps.
+    - They compute first-order gradients of inputs, as for adversarial examples.
     """
-    for optimizer in sorted({step.optimizer for rank in training.ranks for step in rank.steps}):
-        fewer = _with_fewer_passes(training, optimizer)
-        if fewer is not None and not _begins_right(training, optimizer) and _begins_right(fewer, optimizer):
-            training = fewer
+    for place in range(min((len(rank.steps) for rank in training.ranks), default=0)):
+        for kept in _kept_passes(training, place):
+            fewer = _with_passes(training, place, kept)
+            if _is_right_at(training, place):
+                break
+            if _is_right_at(fewer, place):
+                training = training if _divides_by_all_passes(training, fewer, place) else fewer
+                break
     return training
 
 
-def _with_fewer_passes(training: RecordedTraining, optimizer: int) -> RecordedTraining | None:
-    """Leave out the first step's earliest passes in excess of any later step; None if there are none."""
+def _kept_passes(training: RecordedTraining, place: int) -> Iterator[Sequence[int]]:
+    """Yield the indices of the passes that may be those that count in a step, if the others were discarded."""
+    steps = [rank.steps[place] for rank in training.ranks]
+    first = steps[0]
+    count = len(first.passes)
+    if any((one.optimizer, one.number, len(one.passes)) != (first.optimizer, first.number, count) for one in steps):
+        return
+    counts = [len(step.passes) for step in training.ranks[0].steps if step.optimizer == first.optimizer]
+    usual = {sorted(counts)[(len(counts) - 1) // 2]} if len(counts) > 1 else set()
+    usual |= {max(counts[1:])} if not first.number and counts[1:] else set()
+    yield from (range(count - most, count) for most in sorted(usual, reverse=True) if 0 < most < count)
+    others = [
+        index for index in range(count - 1) if not all(one.passes[index].facts.get("for_inputs") for one in steps)
+    ]
+    if count and len(others) < count - 1:
+        yield [*others, count - 1]
+
+
+def _divides_by_all_passes(training: RecordedTraining, fewer: RecordedTraining, place: int) -> bool:
+    """Return whether the losses of a step weigh less than those of another one by the share of passes left out."""
+    step = training.ranks[0].steps[place]
+    left = len(fewer.ranks[0].steps[place].passes)
+    own = objective_of(list(fewer.at(place).values()), written=True)
+    others = (
+        objective_of(list(training.at(other).values()), written=True)
+        for other, one in enumerate(training.ranks[0].steps)
+        if one.optimizer == step.optimizer and len(one.passes) == left
+    )
+    known = [one.of_losses for one in others if one is not None]
+    return own is not None and any(equals(own.of_losses * len(step.passes) / left, one) for one in known)
+
+
+def _with_passes(training: RecordedTraining, place: int, kept: Sequence[int]) -> RecordedTraining:
+    """Return the training with only these backward passes in the step with index ``place`` of each rank."""
     ranks = []
     for rank in training.ranks:
-        own = [step for step in rank.steps if step.optimizer == optimizer]
-        most = max((len(step.passes) for step in own[1:]), default=0)
-        if not most or (first := own[0]).number or len(first.passes) <= most:
-            return None
-        fewer = replace(first, passes=first.passes[-most:])
-        ranks.append(replace(rank, steps=tuple(fewer if step is first else step for step in rank.steps)))
+        step = rank.steps[place]
+        passes = tuple(step.passes[index] for index in kept)
+        fewer = replace(step, passes=passes, discarded=len(step.passes) - len(passes))
+        ranks.append(replace(rank, steps=(*rank.steps[:place], fewer, *rank.steps[place + 1 :])))
     return replace(training, ranks=tuple(ranks))
 
 
-def _begins_right(training: RecordedTraining, optimizer: int) -> bool:
-    cases = [one for one in received_gradients(training) if one.step.optimizer == optimizer and not one.step.number]
+def _is_right_at(training: RecordedTraining, place: int) -> bool:
+    cases = [one for one in received_gradients(training) if one.index == place]
     return bool(cases) and all(bool(one.compared.any()) and one.fit(RIGHT).holds for one in cases)

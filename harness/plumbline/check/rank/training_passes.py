@@ -185,6 +185,7 @@ class TrainingPasses:
         one.sent += sum(collectives().values())
         one.facts |= self._observers.tell(lambda observer: observer.backward_ends(one.number))
         one.facts["reached"] = self._calls.reached(one.number)
+        one.facts["for_inputs"] = self._calls.differentiates_inputs(one.number)
         if self._gradients.passes.has_failed:
             return  # the script catches the error and retries, as with a smaller batch if memory was short
         one.scale = self._scales[one.number] = self._loss_scale.scale
