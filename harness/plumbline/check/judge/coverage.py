@@ -13,6 +13,7 @@ from plumbline.check.judge.joint_truth import JointTruth
 from plumbline.check.judge.judged_gradients import (
     ALIKE_PARTS,
     NOT_FINITE,
+    OWN_VALUES,
     REDUCED_IN_STEP,
     JudgedGradients,
     judged_gradients,
@@ -48,6 +49,7 @@ TOO_SMALL = "the gradient is too small to distinguish from rounding error, or no
 
 _REASONS = {
     ALIKE_PARTS: "all ranks compute the same gradient",
+    OWN_VALUES: OWN_VALUES,
     NOT_FINITE: "the gradient was not finite",
     REDUCED_IN_STEP: "the optimizer's step communicates",
 }
@@ -207,7 +209,7 @@ def _gradients_left_out(training: RecordedTraining, evidence: JudgedGradients) -
             elif parameter.guessed:
                 known[key] = GUESSED
             elif parameter.name in case.parts:
-                known[key] = IN_PARTS
+                known[key] = IN_PARTS if parameter.named else OWN_VALUES
     for why, reason in _REASONS.items():
         for case in evidence.unjudged.get(why, ()):
             known |= {(case.step.optimizer, one.name): reason for one in case.parameters}

@@ -16,6 +16,7 @@ from plumbline.check.judge.judged_gradients import (
     IN_PARTS,
     NOT_FINITE,
     NOT_FOLLOWED,
+    OWN_VALUES,
     REDUCED_IN_STEP,
     ZERO,
     judged_gradients,
@@ -471,7 +472,17 @@ def _why_none(training: RecordedTraining, unjudged: Mapping[str, Sequence[Receiv
         return f"only {len(training.ranks)} of {training.world_size} ranks recorded steps"
     if not unjudged:
         return _why_no_case(training)
-    reasons = (REDUCED_IN_STEP, DISTRIBUTED, FLAT_PARTS, ALIKE_PARTS, IN_PARTS, NOT_FINITE, ZERO, NOT_FOLLOWED)
+    reasons = (
+        REDUCED_IN_STEP,
+        DISTRIBUTED,
+        FLAT_PARTS,
+        ALIKE_PARTS,
+        IN_PARTS,
+        OWN_VALUES,
+        NOT_FINITE,
+        ZERO,
+        NOT_FOLLOWED,
+    )
     return next(why for why in reasons if why in unjudged)
 
 

@@ -22,6 +22,10 @@ NOT_FOLLOWED = (
 NOT_TOGETHER = "the ranks' forwards could not be recomputed together"
 DISTRIBUTED = f"the parameters and their gradients are DTensors, and {NOT_TOGETHER}"
 IN_PARTS = f"each rank holds a part of the model, and {NOT_TOGETHER}"
+OWN_VALUES = (
+    "no module holds it, and each rank begins with its own values and trains them with its own gradients; whether the "
+    "ranks should share it is not known"
+)
 ALIKE_PARTS = f"the forward communicates, all ranks compute the same gradients, and {NOT_TOGETHER}"
 ZERO = "every gradient was zero in the recorded steps, so no difference could show"
 REDUCED_IN_STEP = (
@@ -250,7 +254,9 @@ def _why_nothing_arrived(case: ReceivedGradient) -> str:
         return DISTRIBUTED
     if any(one.facts.get("in_flat_parts") for step in case.ranks.values() for one in step.passes):
         return FLAT_PARTS
-    return IN_PARTS if case.parts else NOT_FOLLOWED
+    if not case.parts:
+        return NOT_FOLLOWED
+    return IN_PARTS if any(one.named for one in case.parameters) else OWN_VALUES
 
 
 def _is_reduced_in_step(place: int, steps: Mapping[int, RecordedStep]) -> bool:

@@ -260,23 +260,24 @@ def model_parts(training: RecordedTraining) -> set[tuple[int, str]]:
     """Return the optimizer and the name of each parameter of which every rank holds a different part.
 
     Its initial weights differ between ranks, ranks never step with the same gradient for it, and the model's forward
-    communicates. If no forward communicates, the script forgot to synchronise such parameters.
+    communicates. If no forward communicates, the script forgot to synchronise such parameters, unless no module holds
+    them, but ranks share others: they may belong to each rank's samples, as weights of their losses do.
     """
-    if not forward_communicates(training):
-        return set()
+    communicates = forward_communicates(training)
     apart = {
         (step.optimizer, name)
         for rank in training.ranks
         for step in rank.steps
         for name in (step.facts.get(MASTERS) or {}).get("apart", ())
+        if communicates
     }
     shared: set[tuple[int, str]] = set()
     for place, steps in common_steps(training):
         optimizer = next(iter(steps.values())).optimizer
         for one in weights_at(place, steps):
             key = (optimizer, one.parameter.name)
-            if one.differ("began") and not one.is_wrapped:
+            if one.differ("began") and not one.is_wrapped and (communicates or not one.parameter.named):
                 apart.add(key)
             if one.share_gradient:
                 shared.add(key)
-    return apart - shared
+    return apart - shared if communicates or shared else set()
