@@ -13,6 +13,7 @@ from plumbline.check.evidence.training import Facts
 from plumbline.check.rank.observers.parallelism import ParallelismObserver, active_wrapper, world_size
 from plumbline.check.rank.observers.tensor_digest import readable_values, tensor_digest
 from plumbline.recording.observer import Observer
+from plumbline.recording.running_modules import running_modules
 
 Statistics: Any = (torch.nn.modules.batchnorm._NormBase,)
 """Layers whose floating-point buffers are running statistics: a NaN in them never goes away."""
@@ -37,8 +38,8 @@ class BufferObserver(Observer):
         """Note the buffers of a module in training mode."""
         if not any(known is module for known in self._modules):
             self._modules.append(module)
-        if not module.training or world_size() == 1:
-            return
+        if not module.training or world_size() == 1 or running_modules():
+            return  # a module that contains this one was noted, and may have changed the buffers since
         wrapper = self._parallelism.wrapper_of(module)
         inner = getattr(wrapper, "module", module)
         broadcast = _broadcast(wrapper, module)
