@@ -193,3 +193,25 @@ def test_compiled_code_whose_numbers_cannot_be_drawn_again_is_named_as_such(make
     assert not gradients
     assert all("compiled code draws random numbers that check cannot repeat" in why for why in uncovered.values())
     assert set(uncovered) == set(model.parameters())
+
+
+def test_a_compiled_training_step_is_recorded(plumbline):
+    """The backward pass runs within the compiled function, where the recorder must not be compiled."""
+
+    def train():
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        @torch.compile(backend="eager")
+        def pass_back(rows):
+            model(rows).square().mean().backward()
+
+        for _ in range(2):
+            optimizer.zero_grad()
+            pass_back(torch.randn(8, 4))
+            optimizer.step()
+
+    (one,) = plumbline.check(train, ranks=2, steps=2).trainings
+    assert one.training.ranks[0].error == ""
+    assert len(one.training.ranks[0].steps) == 2

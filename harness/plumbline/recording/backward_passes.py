@@ -48,7 +48,8 @@ class BackwardPasses:
             finally:
                 self._apart -= 1
 
-        replace(autograd, "backward", followed_backward)
+        # A compiled training step calls it, too, and must not compile the recorder.
+        replace(autograd, "backward", torch._compile._disable_dynamo(followed_backward))
         replace(autograd, "grad", followed_grad)
         if (engine := getattr(variable, "_execution_engine", None)) is not None:
             replace(variable, "_execution_engine", _FollowedEngine(engine, self._followed))
