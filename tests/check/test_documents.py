@@ -518,6 +518,7 @@ def test_parts_of_a_sequence_that_all_begin_at_0_are_told(plumbline, train, is_t
 
 def in_two_pieces(*, shifted):
     """Each of two ranks has two pieces of every sequence: the first and the last one, or those between."""
+    init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     rank, model = dist.get_rank(), Parts(None)
     for one in model.parameters():
         dist.broadcast(one.data, 0)
@@ -535,7 +536,31 @@ def in_two_pieces(*, shifted):
         optimizer.step()
 
 
+def by_offsets(begin, *, divides_model=False):
+    """Each of two ranks trains on its own sequences, at positions that begin where ``begin`` says.
+
+    ``divides_model``: forwards communicate, but not about the tokens of other positions.
+    """
+    rank, half = dist.get_rank(), LENGTH // 2
+    model = Parts(None)
+    if divides_model:
+        model.register_forward_pre_hook(lambda *_: dist.all_reduce(torch.zeros(1)))
+    for one in model.parameters():
+        dist.broadcast(one.data, 0)
+    wrapped, optimizer = nn.parallel.DistributedDataParallel(model), torch.optim.SGD(model.parameters(), 0.1)
+    batches = torch.Generator().manual_seed(rank)
+    for step in range(STEPS):
+        tokens = torch.randint(VOCABULARY, (2 * ROWS, half), generator=batches)
+        places = torch.arange(half).expand(2 * ROWS, -1) + begin(rank, step) * half
+        optimizer.zero_grad()
+        outputs = wrapped(tokens, places)[:, :-1]
+        functional.cross_entropy(outputs.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        optimizer.step()
+
+
 SEAMS = {
+    "offset by rank": (partial(by_offsets, lambda rank, step: rank), False),
+    "offset by step": (partial(by_offsets, lambda rank, step: step % 2, divides_model=True), False),
     "ignored": (partial(in_parts, lambda rank: rank, shifted="ignored"), True),
     "left out": (partial(in_parts, lambda rank: rank, shifted="left out"), True),
     "right": (partial(in_parts, lambda rank: rank), False),

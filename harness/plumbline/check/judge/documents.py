@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from plumbline.check.evidence.training import Facts, RecordedTraining
 from plumbline.check.judge.noted import amount, failed_observers, headline_note, information, not_judged
 from plumbline.check.judge.rank_layout import OBSERVER
+from plumbline.check.judge.rank_weights import forward_communicates
 from plumbline.core.finding import Finding
 from plumbline.judge.findings import failed_with_hint, passed
 from plumbline.report.text import in_two_digits, percent
@@ -48,7 +49,7 @@ def judge_documents(training: RecordedTraining) -> Iterator[Finding]:
     mixed = any((own.get("documents") or {}).get("moved") for _, own in facts)
     yield from _labels([own for _, own in facts], ["padded"] if mixed else ["seams", "padded"])
     yield from _parts(training)
-    yield from _seams_of_ranks([own.get("pieces", []) for _, own in facts])
+    yield from _seams_of_ranks(training)
     if any(not own["places"]["restart"] for _, own in facts if "places" in own):
         by = next(own["places"]["by"] for _, own in facts if "places" in own)
         yield information(
@@ -143,32 +144,45 @@ def _is_certain(by: str, facts: Facts) -> bool:
 
 def _parts(training: RecordedTraining) -> Iterator[Finding]:
     """Yield a note if a mesh divides sequences over ranks, but the position ids of all ranks begin at 0."""
-    dimensions = [rank.facts.get(OBSERVER, {}).get("dimensions", {}) for rank in training.ranks]
-    names = [name for name in dimensions[0] if name in _OF_SEQUENCES]
+    sizes = _dimensions_of_sequences(training)
     facts = [rank.facts.get(CHECK) or {} for rank in training.ranks]
     packed = any(one.get("documents") for one in facts)
     # If all ranks receive the same whole sequence, the model divides it itself.
     tokens = {one["tokens"] for one in facts if one.get("begins") == 0}
-    if names and not packed and len(tokens) == training.world_size:
+    if sizes and not packed and len(tokens) == training.world_size:
+        name, size = next(iter(sizes.items()))
         yield headline_note(
             CHECK,
-            f"The mesh has {dimensions[0][names[0]]} ranks in dimension {names[0]!r}, but the position ids of all "
+            f"The mesh has {size} ranks in dimension {name!r}, but the position ids of all "
             "ranks begin at 0. Start each rank's position ids at the offset of its part of the sequence, unless the "
             "model adds it.",
         )
 
 
-def _seams_of_ranks(pieces: Sequence[Sequence[tuple[int, int, int, int]]]) -> Iterator[Finding]:
-    """Yield a failure if ranks have parts of the same sequences, and no loss term is at the end of a continued part."""
-    begins = [{begin for begin, *_ in own} for own in pieces]
-    ends = [
-        (after, before)
-        for rank, own in enumerate(pieces)
-        for _, following, after, before in own
-        if any(following in begin for other, begin in enumerate(begins) if other != rank)
-    ]
-    of = sum(before for _, before in ends)
-    if of >= _ENDS and not any(after for after, _ in ends):
+def _dimensions_of_sequences(training: RecordedTraining) -> Mapping[str, int]:
+    """Return the sizes of the first rank's mesh dimensions over which sequences are divided, by name."""
+    dimensions: Mapping[str, int] = training.ranks[0].facts.get(OBSERVER, {}).get("dimensions", {})
+    return {name: size for name, size in dimensions.items() if name in _OF_SEQUENCES}
+
+
+def _seams_of_ranks(training: RecordedTraining) -> Iterator[Finding]:
+    """Yield a failure if ranks have parts of the same sequences, and no loss term is at the end of a continued part.
+
+    Ranks that read their own sequences can have such position ids, too, but they do not exchange keys and values.
+    """
+    if not (forward_communicates(training) or _dimensions_of_sequences(training)):
+        return
+    every: dict[int, list[dict[tuple[int, int], tuple[int, int]]]] = {}
+    for rank in training.ranks:
+        own: dict[int, dict[tuple[int, int], tuple[int, int]]] = {}
+        for number, begin, following, after, before in (rank.facts.get(CHECK) or {}).get("pieces", ()):
+            own.setdefault(number, {})[begin, following] = after, before
+        for number, pieces in own.items():
+            every.setdefault(number, []).append(pieces)
+    passes = [pieces for pieces in every.values() if len(pieces) == len(training.ranks)]
+    ends = [list(_continued(pieces)) for pieces in passes]
+    of = sum(before for one in ends for _, before in one)
+    if of >= _ENDS and all(ends) and not any(after for one in ends for after, _ in one):
         yield failed_with_hint(
             CHECK,
             "ranks have parts of the same sequences, because position ids continue from one rank to another, but the "
@@ -178,6 +192,13 @@ def _seams_of_ranks(pieces: Sequence[Sequence[tuple[int, int, int, int]]]) -> It
             cause="tokens-at-seams-missing",
             family="data",
         )
+
+
+def _continued(ranks: Sequence[dict[tuple[int, int], tuple[int, int]]]) -> Iterator[tuple[int, int]]:
+    """Yield the counts at the end of each part that a rank with other parts continues."""
+    for own in ranks:
+        others = {begin for one in ranks if one.keys() != own.keys() for begin, _ in one}
+        yield from (counts for (_, following), counts in own.items() if following in others)
 
 
 def _labels(facts: list[Facts], kinds: Sequence[str]) -> Iterator[Finding]:

@@ -21,7 +21,7 @@ from plumbline.replay.replay import forward_watched
 NAME = "documents"
 
 MOST_PIECES = 16
-"""The most runs of position ids, in one forward and in all, of which it is noted whether the loss counts their ends."""
+"""The most runs of position ids, in all forwards together, of which it is noted whether the loss counts their ends."""
 
 
 class DocumentObserver(Observer):
@@ -34,8 +34,9 @@ class DocumentObserver(Observer):
     and the loss terms there whose target is the next document's first token. ``padded`` counts the padded positions,
     and the loss terms there. ``places``: whether position ids restart with each document. Without an argument's name:
     ``begins``, the smallest position at which a row of the first forward begins, and ``tokens``, a digest of its
-    tokens. ``pieces``: for each run of position ids, its first id, the id after its last one, and how often the loss
-    counts the prediction of the token after the run's last position, and that of the last token itself.
+    tokens. ``pieces``: for each run of position ids, the number of the backward pass, its first id, the id after its
+    last one, and how often the loss counts the prediction of the token after the run's last position, and that of the
+    last token itself.
     """
 
     name = NAME
@@ -44,7 +45,7 @@ class DocumentObserver(Observer):
         self._objective = objective
         self._layouts: list[DocumentLayout | None] = []
         self._positions: list[tuple[Tensor, Tensor] | None] = []
-        self._pieces: dict[tuple[int, int], list[int]] = {}
+        self._pieces: dict[tuple[int, int, int], list[int]] = {}
         self._facts: Facts = {}
 
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -77,16 +78,16 @@ class DocumentObserver(Observer):
                 if layout is not None:
                     attempt(self._count, layout, one.call.targets, counted)
                 if place is not None:
-                    attempt(self._count_pieces, *place, one.call.targets, counted)
+                    attempt(self._count_pieces, number, *place, one.call.targets, counted)
         return None
 
-    def _count_pieces(self, positions: Tensor, tokens: Tensor, targets: Tensor, counted: Tensor) -> None:
+    def _count_pieces(self, number: int, positions: Tensor, tokens: Tensor, targets: Tensor, counted: Tensor) -> None:
         rows, length = positions.shape
         columns = targets.numel() // rows
         pieces = pieces_of(positions)
         if pieces is None or tokens.is_floating_point() or targets.numel() != rows * columns:
             return
-        if columns not in (length, length - 1) or len(pieces) > MOST_PIECES:
+        if columns not in (length, length - 1) or len(self._pieces) + len(pieces) > MOST_PIECES:
             return
         targets, counted = (
             nn.functional.pad(one.reshape(rows, columns), (0, length - columns)) for one in (targets, counted)
@@ -98,7 +99,7 @@ class DocumentObserver(Observer):
         # At the end of a run, the token in the next column is not the next one of the sequence.
         counted[:, :-1] &= is_within | ~is_next
         for first, last in ((first, last) for first, last in pieces if first < last):
-            key = int(positions[0, first]), int(positions[0, last]) + 1
+            key = number, int(positions[0, first]), int(positions[0, last]) + 1
             known = self._pieces.setdefault(key, [0, 0])
             known[0] += int(counted[:, last].sum())
             known[1] += int(counted[:, last - 1].sum())
@@ -172,7 +173,7 @@ class DocumentObserver(Observer):
         self._facts[name] = facts
 
     def final_facts(self) -> Facts | None:
-        pieces = [[*piece, *counts] for piece, counts in self._pieces.items()][:MOST_PIECES]
+        pieces = [[*piece, *counts] for piece, counts in self._pieces.items()]
         return self._facts | ({"pieces": pieces} if pieces else {}) or None
 
     def stop(self) -> None:
