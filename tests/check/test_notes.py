@@ -160,8 +160,27 @@ def test_weight_decay_that_rounds_to_nothing_is_told(notes):
     assert "Weight decay changes none of 676 bfloat16 weights" in said
 
 
+class WithCopies(torch.optim.AdamW):
+    """Keeps its weights in float32, and rounds them after each step."""
+
+    def __init__(self, weights, lr):
+        super().__init__(weights, lr)
+        self.wide = [one.detach().float() for group in self.param_groups for one in group["params"]]
+        self.own = torch.optim.AdamW(self.wide, lr)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        weights = [one for group in self.param_groups for one in group["params"]]
+        for one, wide in zip(weights, self.wide, strict=True):
+            wide.grad = None if one.grad is None else one.grad.float()
+        self.own.step()
+        for one, wide in zip(weights, self.wide, strict=True):
+            one.copy_(wide)
+
+
 @pytest.mark.parametrize(
-    "optimizer", [partial(torch.optim.AdamW, fused=True), partial(torch.optim.AdamW, weight_decay=1.0)]
+    "optimizer",
+    [partial(torch.optim.AdamW, fused=True), partial(torch.optim.AdamW, weight_decay=1.0), WithCopies],
 )
 def test_weight_decay_that_counts_is_not_told(notes, optimizer):
     assert notes(in_bfloat16, 1e-2, optimizer) == []

@@ -88,14 +88,14 @@ def judge_rounded_updates(training: RecordedTraining) -> Iterator[Finding]:
             )
             return
     for own in steps.values():
-        decays = max(one.facts["decays"] for one in own)
-        if decays and not any(one.facts["decayed"] for one in own) and not _warms_up(own):
+        decays = max(one.facts.get("decays", 0) for one in own)
+        if decays and not any(one.facts.get("decayed") for one in own) and not _warms_up(own):
             dtypes = listed(sorted({each.dtype for each in own[0].step.parameters} & set(_DTYPES)))
             yield headline_note(
                 "precision",
                 f"Weight decay changes none of {amount(decays)} {dtypes} weights: the product of learning rate and "
                 "weight_decay is smaller than the spacing of these numbers. Keep the weights in float32 and compute "
-                "in autocast, or use fused=True, which rounds the decay and the update together.",
+                "in autocast, or use Adam or AdamW with fused=True, which rounds the decay and the update together.",
             )
             return
 

@@ -69,9 +69,9 @@ def _decays(optimizer: Optimizer) -> tuple[int, int]:
     kind = type(stepping(optimizer)).__name__
     for group in groups_of(optimizer) if is_of_torch(stepping(optimizer)) else ():
         is_decoupled = kind in _DECOUPLED or group.get("decoupled_weight_decay")
-        if not is_decoupled or group.get("fused") or not group.get("weight_decay"):
+        if not is_decoupled or group.get("fused") or not (decay := group["lr"] * group.get("weight_decay", 0)):
             continue
-        factor = 1 - group["lr"] * group["weight_decay"]
+        factor = 1 - decay
         for one in (local(each.detach()) for each in group["params"] if each.grad is not None):
             if one.dtype in _DTYPES:
                 decays += int(one.count_nonzero())
