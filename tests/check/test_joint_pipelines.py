@@ -8,6 +8,7 @@ from typing import Any
 import joint_pipelines
 import pytest
 
+from plumbline.check.judge.noted import HeadlineNote
 from plumbline.check.judge.script_checks import CheckedTraining
 from plumbline.check.verdict.verdict import Answer, answer_of
 
@@ -55,6 +56,15 @@ def test_all_of_a_right_pipeline_is_judged(plumbline: Any, scene: str) -> None:
         pytest.skip(f"this version of torch has no Schedule{scene}")
     training = checked(plumbline, scene)
     assert answer_of(training) is Answer.RIGHT, training.coverage.gradients
+
+
+@pytest.mark.parametrize(("scene", "is_told"), [("beside", True), ("freed", False)])
+def test_it_is_told_which_gradients_of_activations_were_not_compared(plumbline: Any, scene: str, is_told: bool) -> None:
+    """In one pipeline, a stage receives what the script computes outside of a module."""
+    notes = [one.message for one in checked(plumbline, scene).findings if isinstance(one, HeadlineNote)]
+    assert ["Rank 1 received activations that are not the output of a module" in one for one in notes] == [
+        True
+    ] * is_told
 
 
 @pytest.mark.parametrize("scene", [("alike",), ("replicas", "weights-averaged")])

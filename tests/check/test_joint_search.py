@@ -34,6 +34,7 @@ class Derivative:
     has_one_loss = has_same_loss = is_first = are_copies = receives_constants = is_edited = False
     has_parts_of_losses, ranks_of_a_loss, may_pass_on = False, 1, False
     changed: tuple[str, ...] = ()
+    not_compared: tuple[int, ...] = ()
     in_place = (InPlace.DERIVED,)
     communicate = (False,)
 

@@ -22,7 +22,7 @@ from plumbline.check.judge.judged_gradients import (
     judged_gradients,
 )
 from plumbline.check.judge.manual_edits import excuse_manual_edits
-from plumbline.check.judge.noted import headline_note, information, not_judged, steps_within_passes
+from plumbline.check.judge.noted import headline_note, information, name_ranks, not_judged, steps_within_passes
 from plumbline.check.judge.precision_used import OBSERVER as PRECISION
 from plumbline.check.judge.rank_layout import OBSERVER as LAYOUT
 from plumbline.check.judge.rank_weights import shared_numbers
@@ -116,6 +116,29 @@ def judge_gradients(training: RecordedTraining) -> Iterator[Finding]:
     yield from found
 
 
+def _on_shared_losses(joint: JointTruth) -> Iterator[Finding]:
+    """Yield a note if each loss is computed by several ranks together, but gradients are a mean over all ranks."""
+    size, world = joint.ranks_of_a_loss, joint.losses
+    if joint.divides_again:
+        yield headline_note(
+            CHECK,
+            f"Each loss is computed by {size} ranks together, but gradients are divided by all {world} ranks: they are "
+            f"1/{size} of those of the mean loss. Divide them by {world // size}, unless this is intended.",
+        )
+
+
+def _on_stages(joint: JointTruth) -> Iterator[Finding]:
+    """Yield a note if the gradients that pipeline stages exchange were not compared."""
+    if joint.is_pipeline and joint.not_compared:
+        ranks = name_ranks(joint.not_compared, joint.training.world_size)
+        yield headline_note(
+            CHECK,
+            f"{ranks[0].upper()}{ranks[1:]} received activations that are not the output of a module on one other "
+            "rank, so the gradients that are sent back for them were not compared. All gradients are judged as if "
+            "these were right.",
+        )
+
+
 def _edited_after_clipping(training: RecordedTraining) -> Finding | None:
     """Return a finding if the script changed gradients after clipping. They are compared as they were before it."""
     steps = (step for rank in training.ranks for step in rank.steps if step.unclipped is not None)
@@ -128,7 +151,7 @@ def _compared(training: RecordedTraining) -> Iterator[Finding]:
     truth, joint = ReplayTruth(training), JointTruth(training)
     if joint.compared:
         finding = with_stages(training, joint.judge())
-        if joint.is_of_same_losses or joint.has_shared_losses:
+        if joint.is_of_same_losses or joint.ranks_of_a_loss > 1:
             finding = with_shared_loss(training, finding, is_sum=joint.is_sum and joint.is_of_same_losses)
         later = _about_later_steps(joint, truth, finding)
         by_replay = _replays_decide(joint, truth, finding)
@@ -141,6 +164,8 @@ def _compared(training: RecordedTraining) -> Iterator[Finding]:
             yield not_judged(CHECK, f"step {joint.first_unjudged}: {joint.obstacle}", joint.first_unjudged)
         if finding.outcome is Outcome.PASSED and not by_replay:
             yield from _on_equal_values(joint)
+            yield from _on_shared_losses(joint)
+            yield from _on_stages(joint)
         return
     if truth.cases and REDUCED_IN_STEP in truth.gradients.unjudged:
         yield not_judged(CHECK, _of_optimizers(truth.gradients.unjudged[REDUCED_IN_STEP]) + REDUCED_IN_STEP)

@@ -70,7 +70,9 @@ class JointTruth(Truth[JointGradient]):
         self.is_by_hand = any("by_hand" in one for _, one in self.compared)
         self.is_of_one_loss = all(one["one_loss"] for _, one in self.compared)
         self.is_of_same_losses = all(one.get("same_loss") for _, one in self.compared)
-        self.has_shared_losses = any(one.get("ranks_of_a_loss", 1) > 1 for _, one in self.compared)
+        self.ranks_of_a_loss = max((one.get("ranks_of_a_loss", 1) for _, one in self.compared), default=1)
+        self.divides_again = any(one.get("divided_again") for _, one in self.compared)
+        self.not_compared = sorted({rank for _, one in self.compared for rank in one.get("not_compared", ())})
         self.losses = max((one["losses"] for _, one in self.compared), default=training.world_size)
         unjudged = ((number, str(one["why"])) for number, one in found if one and one.get("why"))
         self.first_unjudged, self.obstacle = next(unjudged, (0, ""))
@@ -133,10 +135,10 @@ class JointTruth(Truth[JointGradient]):
     @property
     def may_be_replicas(self) -> bool:
         """Whether a mean over all ranks may be right as well. Stages of a pipeline are never replicas of each other."""
-        return self.is_sum or (bool(self.doubtful or self.alike) and not self._is_pipeline)
+        return self.is_sum or (bool(self.doubtful or self.alike) and not self.is_pipeline)
 
     @property
-    def _is_pipeline(self) -> bool:
+    def is_pipeline(self) -> bool:
         """Whether some ranks compute no loss."""
         return self.losses < self.training.world_size
 
@@ -349,7 +351,7 @@ class JointTruth(Truth[JointGradient]):
     def evidence(self, wrong: Sequence[JointGradient]) -> GradientEvidence[JointGradient]:
         copies = [case for case in wrong if case.began_alike]
         # Layers of different stages may also begin alike, and no part of a sum is missing in them.
-        may_be_copies = [] if self._is_pipeline else self._doubtful_at(wrong[0].index)
+        may_be_copies = [] if self.is_pipeline else self._doubtful_at(wrong[0].index)
         if len(copies) < len(wrong) and (copies or may_be_copies) and all(case.is_a_copy for case in copies):
             name = copies[0].name if copies else may_be_copies[0]
             wrong = [replace(case, own_path=name) for case in wrong]

@@ -241,7 +241,9 @@ class GradientSearch:
         found["right"] = right
         found["one_loss"], found["same_loss"] = self._derivative.has_one_loss, self._derivative.has_same_loss
         found["ranks_of_a_loss"] = self._derivative.ranks_of_a_loss
-        found["changed"] = self._derivative.changed
+        is_divided_again = self._derivative.has_parts_of_losses and not (reading.once or reading.is_sum)
+        found["divided_again"] = is_divided_again
+        found["changed"], found["not_compared"] = self._derivative.changed, self._derivative.not_compared
         found["divided_by"], found["adds"] = self._derivative.divided_by, self._derivative.adds_gradients
         found["is_sum"], found["in_place"] = reading.is_sum, reading.in_place is not InPlace.DERIVED
         found["edited"] = self._derivative.is_edited

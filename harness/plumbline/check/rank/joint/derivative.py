@@ -131,13 +131,13 @@ class JointDerivative:
     rank, whether its forward communicates. ``may_pass_on``: forwards that communicate may pass activations on, whose
     gradients ranks exchange themselves. ``receives_constants``: the forward combines tensors that have a gradient with
     values that collectives return as constants. ``adds_gradients``: the names of custom functions that add gradients of
-    their own. ``changed``: gradients that changed between pipeline stages. ``in_place``: the readings of in-place
-    collectives to try. ``is_first``: no step was compared before. ``are_copies``: optimizers step copies of all
-    parameters. ``squares``: the squared norms of the gradients taken so far, by rank and number. ``factor``: the factor
-    in all of these gradients and its relative error, None before any was compared. ``by_hand``: the factor by which the
-    script was seen to multiply gradients on every rank, 1 without one. ``is_edited``: the script changed gradients, but
-    not all by one factor. ``step``: each step has its own directions in 16-bit formats, where the directions of all
-    steps are judged together.
+    their own. ``changed``: gradients that changed between pipeline stages. ``not_compared``: ranks whose gradients at
+    received activations were not compared. ``in_place``: the readings of in-place collectives to try. ``is_first``: no
+    step was compared before. ``are_copies``: optimizers step copies of all parameters. ``squares``: the squared norms
+    of the gradients taken so far, by rank and number. ``factor``: the factor in all of these gradients and its relative
+    error, None before any was compared. ``by_hand``: the factor by which the script was seen to multiply gradients on
+    every rank, 1 without one. ``is_edited``: the script changed gradients, but not all by one factor. ``step``: each
+    step has its own directions in 16-bit formats, where the directions of all steps are judged together.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class JointDerivative:
         self.factor: tuple[float, float] | None = None
         self.receive(held)
         passed = exchange.values(passed_on(calls, losses.of_outputs))
-        self.changed = changed_on_the_way(passed, self.unit)
+        self.changed, self.not_compared = changed_on_the_way(passed, self.unit)
         gathered = leaves_of(one.call.module for one in calls)
         self._weights = JointWeights(ReplayPrecision.FLOAT64, held, gathered)
         self._forward = JointForward(calls, self._weights)

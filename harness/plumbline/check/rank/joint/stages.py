@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,22 +47,34 @@ def passed_on(calls: Sequence[RecordedCall], of_outputs: Collection[int]) -> Fac
     return {"sent": sent, "received": received}
 
 
-def changed_on_the_way(every: Sequence[Facts], unit: float) -> list[Facts]:
-    """Return the gradients that one rank received differently from how another computed them for the same values.
+def changed_on_the_way(every: Sequence[Facts], unit: float) -> tuple[list[Facts], list[int]]:
+    """Return the gradients that ranks received differently from how others computed them for the same values.
 
-    Values that several ranks send or receive are left out: it is not known how their gradients belong together.
+    Also return the ranks whose gradients at received activations were not compared: no module's output has their
+    values, or several ranks send or receive these, and it is not known how their gradients belong together.
     """
-    sent, received = (dict(_summed([one[kind] for one in every])) for kind in ("sent", "received"))
-    found, limit = [], LIMIT_16_BIT if unit >= COARSE else LIMIT
-    for digest, (sender, arrived, squares) in sent.items():
-        if digest in received:
-            receiver, computed, others = received[digest]
-            noise = unit * math.sqrt(squares + others)
-            if sender >= 0 <= receiver and abs(arrived - computed) > limit * noise:
-                error = abs(arrived - computed) / noise if noise else math.inf
-                factor = arrived / computed if computed else math.inf
-                found.append({"sender": receiver, "receiver": sender, "error": error, "factor": factor})
-    return found
+    sent, received = (_by_values([one[kind] for one in every]) for kind in ("sent", "received"))
+    found: list[Facts] = []
+    left_out: set[int] = set()
+    limit = LIMIT_16_BIT if unit >= COARSE else LIMIT
+
+    def differ(one: tuple[float, float], other: tuple[float, float]) -> bool:
+        return not abs(one[0] - other[0]) <= limit * unit * math.sqrt(one[1] + other[1])
+
+    for digest, receivers in received.items():
+        senders = sent.get(digest, {})
+        (sender, arrived), *other_senders = sorted(senders.items()) or [(-1, (math.nan, math.nan))]
+        (receiver, computed), *other_receivers = sorted(receivers.items())
+        alike = not any(differ(arrived, one) for _, one in other_senders)
+        alike &= not any(differ(computed, one) for _, one in other_receivers)
+        if math.isnan(arrived[0]) or len(senders) != len(receivers) or not alike:
+            left_out |= receivers.keys()
+        elif differ(arrived, computed):
+            noise = unit * math.sqrt(arrived[1] + computed[1])
+            error = abs(arrived[0] - computed[0]) / noise if noise else math.inf
+            factor = arrived[0] / computed[0] if computed[0] else math.inf
+            found.append({"sender": receiver, "receiver": sender, "error": error, "factor": factor})
+    return found, sorted(left_out)
 
 
 def successive(every: Sequence[Facts]) -> set[frozenset[int]]:
@@ -82,14 +95,14 @@ def successive(every: Sequence[Facts]) -> set[frozenset[int]]:
     return {frozenset((one, other)) for one, found in after.items() for other in found if one not in after[other]}
 
 
-def _summed(every: Sequence[Sequence[Sequence[float]]]) -> Iterator[tuple[object, tuple[int, float, float]]]:
-    """Yield each digest with its rank, -1 if several have it, and the sums of its projections and their squares."""
-    sums: dict[object, tuple[int, float, float]] = {}
+def _by_values(every: Sequence[Sequence[Sequence[Any]]]) -> dict[str, dict[int, tuple[float, float]]]:
+    """Return, for each digest and each rank that has it, the sums of its projections and of their squares."""
+    sums: dict[str, dict[int, tuple[float, float]]] = {}
     for rank, own in enumerate(every):
         for digest, value, squares in own:
-            holder, before, length = sums.get(digest, (rank, 0.0, 0.0))
-            sums[digest] = rank if holder == rank else -1, before + value, length + squares
-    yield from sums.items()
+            before, length = sums.setdefault(digest, {}).get(rank, (0.0, 0.0))
+            sums[digest][rank] = before + value, length + squares
+    return sums
 
 
 def _digest(values: Tensor) -> str:
