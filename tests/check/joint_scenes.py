@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn import functional
+from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -366,6 +367,14 @@ class Padded(Megatron):
         return super().forward(self.embedding((3 * values.abs()).long().clamp(max=7)).mean(1))
 
 
+class Flexible(Megatron):
+    """Calls an operator of higher order, which has no schema; on CPUs, this one has no backward."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        heads = values[None, None]
+        return super().forward(values + flex_attention(heads, heads, heads)[0, 0])
+
+
 class Quantized(Megatron):
     """Simulates 8-bit activations with torch's own operator, whose gradient passes through the rounding."""
 
@@ -590,6 +599,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], None], int]] = 
     "branches": (Branches, _nothing, 0),
     "checkpointed": (Checkpointed, _nothing, 0),
     "padded": (Padded, _nothing, 0),
+    "flexible": (Flexible, _nothing, 0),
     "quantized-by-torch": (Quantized, _nothing, 0),
     "summed-ring": (RingAttention, _summed, 1),
     "variance": (lambda: DistributedDataParallel(Variance()), _nothing, 1),

@@ -18,7 +18,7 @@ from plumbline.ranks.run import run_on_ranks
 RIGHT = (
     "megatron", "megatron-bfloat16", "experts", "variance", "similarity", "ring", "tensor-parallel",
     "sharded-tensor-parallel", "pipeline-by-hand", "pipeline-of-torch", "pipeline-with-buffers", "gathered-head",
-    "sharded-gathered-head", "sequence-parallel", "gathered-columns", "padded", "summed-ring",
+    "sharded-gathered-head", "sequence-parallel", "gathered-columns", "padded", "flexible", "summed-ring",
     "balanced-experts", "checkpointed", "watched",
 )  # fmt: skip
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -68,7 +69,8 @@ def followed_uses(weights: JointWeights, parts: Set[int]) -> Iterator[Uses]:
         tensors, changed = list(tensors_in(arguments)), list(tensors_in(outputs))
         owners = [owner for one in tensors if (owner := weights.owner_of(one)) is not None]
         known = [past_of(one) for one in tensors]
-        name = func._schema.name.partition("::")[2]
+        has_schema = isinstance(func, torch._ops.OpOverload)  # unlike FlexAttention and other higher-order operators
+        name = func._schema.name.partition("::")[2] if has_schema else str(func)
         for owner in owners:
             found.first.setdefault(owner, name)
         is_part = any(one.is_part for one in known) or not parts.isdisjoint(owners)
