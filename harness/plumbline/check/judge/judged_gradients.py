@@ -305,13 +305,10 @@ def without_discarded_passes(training: RecordedTraining) -> RecordedTraining:
     - They compute first-order gradients of inputs, as for adversarial examples.
     """
     for place in range(min((len(rank.steps) for rank in training.ranks), default=0)):
-        for kept in _kept_passes(training, place):
-            fewer = _with_passes(training, place, kept)
-            if _is_right_at(training, place):
-                break
-            if _is_right_at(fewer, place):
-                training = training if _divides_by_all_passes(training, fewer, place) else fewer
-                break
+        tried = [_with_passes(training, place, kept) for kept in _kept_passes(training, place)]
+        if tried and not _is_right_at(training, place):
+            fewer = next((one for one in tried if _is_right_at(one, place)), training)
+            training = training if _divides_by_all_passes(training, fewer, place) else fewer
     return training
 
 

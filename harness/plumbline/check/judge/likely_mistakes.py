@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from plumbline.check.evidence.training import RecordedTraining
@@ -78,26 +78,30 @@ def judge_rounded_updates(training: RecordedTraining) -> Iterator[Finding]:
     for own in steps.values():
         if all(map(_are_lost, own)) and not _warms_up(own):
             most = max(own, key=lambda one: one.facts["moved"])
-            dtypes = listed(sorted({each.dtype for each in most.step.parameters} & set(_DTYPES)))
             moved, due = most.facts["moved"], most.facts["due"]
             yield headline_note(
                 "precision",
-                f"In each step, at most {amount(moved)} of the {amount(due)} {dtypes} weights that have a gradient "
-                "change at all; the other updates are lost to rounding. Keep the weights in float32 and compute in "
-                "autocast, or use an optimizer that keeps a copy of them in float32.",
+                f"In each step, at most {amount(moved)} of the {amount(due)} {_formats(own)} weights that have a "
+                "gradient change at all; the other updates are lost to rounding. Keep the weights in float32 and "
+                "compute in autocast, or use an optimizer that keeps a copy of them in float32.",
             )
             return
     for own in steps.values():
         decays = max(one.facts.get("decays", 0) for one in own)
         if decays and not any(one.facts.get("decayed") for one in own) and not _warms_up(own):
-            dtypes = listed(sorted({each.dtype for each in own[0].step.parameters} & set(_DTYPES)))
             yield headline_note(
                 "precision",
-                f"Weight decay changes none of {amount(decays)} {dtypes} weights: the product of learning rate and "
-                "weight_decay is smaller than the spacing of these numbers. Keep the weights in float32 and compute "
-                "in autocast, or use Adam or AdamW with fused=True, which rounds the decay and the update together.",
+                f"Weight decay changes none of {amount(decays)} {_formats(own)} weights: the product of learning rate "
+                "and weight_decay is smaller than the spacing of these numbers. Keep the weights in float32 and "
+                "compute in autocast, or use Adam or AdamW with fused=True, which rounds the decay and the update "
+                "together.",
             )
             return
+
+
+def _formats(steps: Sequence[ObserverFacts]) -> str:
+    """Return the 16-bit formats of an optimizer's weights, for messages."""
+    return listed(sorted({one.dtype for one in steps[0].step.parameters} & set(_DTYPES)))
 
 
 def _are_lost(one: ObserverFacts) -> bool:

@@ -454,15 +454,15 @@ class GradientSearch:
 
         If half of a gradient is wrong, several readings are equally near.
         """
-        indices, mean_of = self._indices, 1.0
+        indices = self._indices
         found: dict[bool, list[tuple[float, float]]] = {}
         for of_losses in {one.of_losses for one in readings}:
             self._derivative.read_as(
                 Reading(of_losses=of_losses, in_place=readings[0].in_place, derives=readings[0].derives)
             )
-            mean_of = self._derivative.divided_by
             along = [self._derivative.difference(indices, seed) for seed in OF_A_FACTOR]
             found[of_losses] = [(one.received_for(indices), one.right) for one in along]
+        mean_of = self._derivative.divided_by
 
         def rest(reading: Reading) -> float:
             times = mean_of if reading.is_sum else self._derivative.ranks_of_a_loss if reading.once else 1.0
