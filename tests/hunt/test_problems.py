@@ -40,6 +40,15 @@ def test_a_trainer_with_a_loss_of_its_own_is_asked_for_the_next_tokens_of_texts(
     assert bool((labels[~shown] == -100).all())
 
 
+@given(recipes(CAPABILITIES, adapters_only=True))
+def test_a_trainer_of_adapters_gets_a_model_in_which_nothing_else_is_trained(recipe):
+    workload = workload_of(recipe)
+    assert workload.adapters
+    trained = {name.rpartition(".")[0] for name, one in workload.build().named_parameters() if one.requires_grad}
+    assert trained
+    assert {name.rpartition(".")[2] for name in trained} == {"down", "up"}
+
+
 @given(recipes(CAPABILITIES))
 def test_a_recipe_in_words_is_the_recipe(recipe):
     assert eval(in_words(recipe), {"Recipe": Recipe}) == recipe
@@ -89,7 +98,7 @@ def test_the_file_of_a_problem_has_the_same_weights_and_data(tmp_path_factory, r
 
 @given(recipes(CAPABILITIES))
 def test_every_parameter_but_those_of_some_layers_is_trained(recipe):
-    assume({"unused", "frozen", "thawed"}.isdisjoint(recipe.layers))
+    assume({"unused", "frozen", "thawed", "adapter"}.isdisjoint(recipe.layers))
     workload = workload_of(recipe)
     model, batch = workload.model().train(), workload.dataset(2).batch(range(workload.global_batch_size(2)))
     assume(len(batch["index"]) > 1)

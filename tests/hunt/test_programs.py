@@ -407,6 +407,8 @@ def test_means_over_the_tokens_of_each_rank_are_shown(tmp_path, subject):
         ("torch", "zero", 2, "32", Recipe(steps_per_epoch=2, optimizer="groups", schedule="warm-up")),
         ("torch", "zero", 2, "32", Recipe(steps_per_epoch=2, optimizer="several")),
         ("torch", "none", 1, "32", Recipe(steps_per_epoch=2, optimizer="several", schedule="warm-up")),
+        ("torch", "ddp", 2, "32", Recipe(steps_per_epoch=2, layers=("experts",), optimizer="muon")),
+        ("torch", "ddp", 2, "32", Recipe(steps_per_epoch=2, layers=("adapter", "tanh", "adapter"), optimizer="adam")),
         ("fabric", "ddp", 2, "16", Recipe(steps_per_epoch=2, loss="squares")),
         ("fabric", "fsdp", 2, "32", Recipe(epochs=2)),
         ("deepspeed", "fsdp", 2, "32", Recipe(steps_per_epoch=2)),

@@ -27,6 +27,8 @@ def search(warm_pool, tmp_path):
         replace(TURNS, inputs="tokens", layers=("batchnorm", "linear-5"), accumulate=2, epochs=2, schedule="warm-up"),
         replace(TURNS, layers=("batchnorm",), clip_norm=0.05),
         Recipe(batch_size=2, steps_per_epoch=2, epochs=2, shuffle=True, seed=56),
+        Recipe(layers=("adapter", "tanh", "adapter"), batch_size=8, steps_per_epoch=3, optimizer="adamw"),
+        Recipe(layers=("experts",), batch_size=8, steps_per_epoch=3, optimizer="muon", accumulate=2),
     ],
     ids=lambda recipe: f"{recipe.optimizer}-{'-'.join(recipe.layers)}-{recipe.accumulate}-{recipe.clip_norm}",
 )

@@ -37,12 +37,14 @@ from plumbline.workloads.generated import INPUTS, LABELS, LAYERS, LOSSES, OPTIMI
 MOST_LAYERS = 5
 WIDTHS = (1, 3, 5, 8)
 ASKS = {
-    "several": "several-optimizers",
-    "unused": "unused-parameters",
-    "thawed": "unused-parameters",
-    "frozen": "frozen-parameters",
-    "sparse-tokens": "sparse-gradients",
-    "nested": "nested-outputs",
+    "several": ("several-optimizers",),
+    "muon": ("matrix-optimizer", "several-optimizers"),
+    "unused": ("unused-parameters",),
+    "thawed": ("unused-parameters",),
+    "frozen": ("frozen-parameters",),
+    "adapter": ("frozen-parameters",),
+    "sparse-tokens": ("sparse-gradients",),
+    "nested": ("nested-outputs",),
 }
 """The capabilities that words of a recipe need."""
 
@@ -63,7 +65,8 @@ def problems(draw: st.DrawFn, declared: Sequence[Declaration], cells: Sequence[C
     """Draw one of ``cells`` and a recipe that needs nothing beyond what is declared for its backend."""
     cell = draw(st.sampled_from(list(cells)))
     subject = declared_for(cell.subject, cell.backend, declared)
-    recipe = draw(recipes(subject.capabilities, own_loss=subject.behavior.own_loss))
+    behavior = subject.behavior
+    recipe = draw(recipes(subject.capabilities, own_loss=behavior.own_loss, adapters_only=behavior.adapters_only))
     if "batchnorm" in recipe.layers:  # it raises if a device has one sample
         least = 2 * cell.topology.devices * cell.parallelism.micro_batches
         recipe = replace(recipe, batch_size=max(recipe.batch_size, least), left_out=0)
@@ -81,17 +84,25 @@ def problems(draw: st.DrawFn, declared: Sequence[Declaration], cells: Sequence[C
 
 
 @st.composite
-def recipes(draw: st.DrawFn, capabilities: frozenset[str], *, own_loss: bool = False) -> Recipe:
-    """Draw a recipe, which shrinks to a linear layer; a trainer with an ``own_loss`` gets only texts with labels."""
+def recipes(
+    draw: st.DrawFn, capabilities: frozenset[str], *, own_loss: bool = False, adapters_only: bool = False
+) -> Recipe:
+    """Draw a recipe, which shrinks to a linear layer.
+
+    A trainer with an ``own_loss`` gets only texts with labels, one with ``adapters_only`` only models with adapters.
+    """
     inputs = TEXT if own_loss else draw(st.sampled_from(_allowed(INPUTS, capabilities)))
     sparse = inputs == "sparse-tokens"
     tokens = inputs in ("tokens", "sparse-tokens")
     losses = [LABELS] if own_loss else [one for one in LOSSES if tokens or one != "token-mean"]
     loss = draw(st.sampled_from(losses))
     optimizer = draw(st.sampled_from(["sgd"] if sparse else _allowed(OPTIMIZERS, capabilities)))
+    layers = (*draw(st.lists(_layers(capabilities, own_loss), max_size=MOST_LAYERS)), *["adapter"] * adapters_only)
+    if "adapter" in layers:  # All other layers are frozen, so nothing can be thawed, and nothing left unused.
+        layers = tuple(word for word in layers if word not in ("thawed", "unused"))
     recipe = Recipe(
         inputs=inputs,
-        layers=tuple(draw(st.lists(_layers(capabilities, own_loss), max_size=MOST_LAYERS))),
+        layers=layers,
         loss=loss,
         optimizer=optimizer,
         schedule=draw(st.sampled_from(SCHEDULES)) if "scheduler" in capabilities else "none",
@@ -126,7 +137,7 @@ def _layers(capabilities: frozenset[str], own_loss: bool) -> st.SearchStrategy[s
 
 
 def _allowed(words: Iterable[str], capabilities: frozenset[str]) -> list[str]:
-    return [word for word in words if ASKS.get(word, word) in {*capabilities, word}]
+    return [word for word in words if capabilities.issuperset(ASKS.get(word, ()))]
 
 
 _FILE = '''"""A problem that `plumbline hunt` drew{found}. Train it: pytest suites/ --workload {name}.py"""
@@ -294,6 +305,7 @@ class Search:
 
 
 TEXTS = ("lm-tokens",)  # the workload that is planned for subjects with a loss of their own
+ADAPTERS = ("adapter",)  # the workload that is planned for subjects that train only adapters
 
 
 def searches(
@@ -321,7 +333,8 @@ def searches(
 
 def cells_of(declared: Sequence[Declaration], gpus: int, accelerator: str) -> list[Cell]:
     """Return the subject's cells of the first workload that has any, few devices and float32 first."""
-    for plain in TEXTS if declared[0].behavior.own_loss else SMOKE_WORKLOADS:
+    behavior = declared[0].behavior
+    for plain in TEXTS if behavior.own_loss else ADAPTERS if behavior.adapters_only else SMOKE_WORKLOADS:
         planned = plan(Matrix(gpus=gpus, workloads=(plain,), accelerator=accelerator), declared, WORKLOADS)
         cells = [one.cell for one in planned if one.refusal is None]
         if cells:

@@ -45,13 +45,18 @@ class WithPeft:
 
 def adapted(model):
     """Return a model of the frozen layers of ``model``, to which PEFT has added LoRA layers."""
-    frozen = copy.copy(model)
-    frozen._modules = dict(model._modules)
-    names = [name for name, layer in model.named_children() if isinstance(layer, Adapted)]
-    for name in names:
-        setattr(frozen, name, getattr(model, name).base)
-    result = get_peft_model(frozen, LoraConfig(r=RANK, lora_alpha=RANK, target_modules=names))
-    for name in names:
-        own, layer = getattr(model, name), getattr(frozen, name)
-        layer.lora_A["default"], layer.lora_B["default"] = own.down, own.up
+    own = {name: layer for name, layer in model.named_modules() if isinstance(layer, Adapted)}
+    result = get_peft_model(frozen(model), LoraConfig(r=RANK, lora_alpha=RANK, target_modules=list(own)))
+    for name, layer in own.items():
+        lora = result.get_base_model().get_submodule(name)
+        lora.lora_A["default"], lora.lora_B["default"] = layer.down, layer.up
+    return result
+
+
+def frozen(module):
+    """Return the module with the frozen layer in place of each layer with an adapter."""
+    if isinstance(module, Adapted):
+        return module.base
+    result = copy.copy(module)
+    result._modules = {name: child and frozen(child) for name, child in module._modules.items()}
     return result

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from plumbline.workloads.basics import Plain
 from plumbline.workloads.dataset import Batch
 from plumbline.workloads.experts import EXPERTS, Experts
+from plumbline.workloads.parameter_use import Adapted
 from plumbline.workloads.randomness import KeyedDropout
 
 INPUTS = ("features", "tokens", "sparse-tokens", "images")
 LOSSES = ("classes", "squares", "token-mean", "in-batch", "two")
 TEXT, LABELS = "text", "labels"
 """The inputs and the loss for trainers that support only language models."""
-OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "groups", "several")
+OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "groups", "several", "muon")
 SCHEDULES = ("none", "warm-up")
 RETURNS = ("logits", "nested")
 
@@ -32,11 +33,13 @@ class Recipe:
     Args:
         inputs: kind of sample: a vector of ``features``, a sequence of ``tokens`` (embedded; ``sparse-tokens`` with
             sparse gradients), an image (``images``), or a ``text`` whose next tokens are the ``labels``.
-        layers: keys of ``LAYERS``, applied one after the other; ``linear-7`` has 7 outputs.
+        layers: keys of ``LAYERS``, applied one after the other; ``linear-7`` has 7 outputs. If there is an
+            ``adapter``, only adapters are trained.
         loss: ``classes`` mean cross entropy, ``squares`` mean squared error, ``token-mean`` cross entropy over the real
             tokens of unequal sequences, ``in-batch`` cross entropy among the samples of the batch, ``two`` the sum of
             ``classes`` and a squared error, ``labels`` cross entropy over the next tokens of texts.
-        optimizer: one of ``OPTIMIZERS``; ``groups`` is AdamW with two parameter groups, ``several`` is SGD and Adam.
+        optimizer: one of ``OPTIMIZERS``; ``groups`` is AdamW with two parameter groups, ``several`` is SGD and Adam,
+            ``muon`` is Muon for matrices and AdamW for all other parameters.
         batch_size: samples of a global batch, rounded up to a multiple of the number of devices.
         left_out: number of samples missing from the last of several batches, which keeps at least one per device.
         clip_norm: norm to which gradients are clipped; None: no clipping.
@@ -81,6 +84,8 @@ class Generated(Plain):
         made = cls.recipe
         cls.needs = frozenset(_needs(made))
         cls.blocks = _blocks(made.layers)
+        cls.adapters = "adapter" in made.layers
+        cls.needs_torch = (2, 9) if made.optimizer == "muon" else (0, 0)
         cls.unused_parameters = not {"unused", "thawed"}.isdisjoint(made.layers)
         cls.mean_over_labels = made.loss == LABELS
         cls.batch_size, cls.steps_per_epoch, cls.epochs = made.batch_size, made.steps_per_epoch, made.epochs
@@ -91,7 +96,14 @@ class Generated(Plain):
         cls.needs_epochs = None if made.shuffle and not made.left_out else "needs the order and the end of an epoch"
 
     def build(self) -> nn.Module:
-        return _Model(self.recipe)
+        model = _Model(self.recipe)
+        if self.adapters:
+            trained = [layer for layer in model.layers if isinstance(layer, Adapted)]
+            model.requires_grad_(False)
+            for layer in trained:
+                layer.down.requires_grad_(True)
+                layer.up.requires_grad_(True)
+        return model
 
     def columns(self, count: int, generator: torch.Generator) -> Batch:
         """Return ``x``, the class ``y`` and the vector ``target``; for tokens also ``labels`` and ``real``.
@@ -141,13 +153,14 @@ def _needs(recipe: Recipe) -> Iterator[str]:
         "accumulation": recipe.accumulate > 1,
         "clipping": recipe.clip_norm is not None,
         "scheduler": recipe.schedule != "none",
-        "several-optimizers": recipe.optimizer == "several",
+        "several-optimizers": recipe.optimizer in ("several", "muon"),
+        "matrix-optimizer": recipe.optimizer == "muon",
         "validation": recipe.validate_every is not None,
         "checkpoint": recipe.interrupt_after is not None,
         "metrics": recipe.metrics,
         "nested-outputs": recipe.returns == "nested",
         "unused-parameters": not {"unused", "thawed"}.isdisjoint(recipe.layers),
-        "frozen-parameters": "frozen" in recipe.layers,
+        "frozen-parameters": not {"frozen", "adapter"}.isdisjoint(recipe.layers),
         "sparse-gradients": recipe.inputs == "sparse-tokens",
     }
     return (capability for capability, needed in asked.items() if needed)
@@ -333,6 +346,7 @@ LAYERS: dict[str, Callable[[int, int], nn.Module]] = {
     "unused": _Unused,
     "thawed": _Thawed,
     "experts": _Mixture,
+    "adapter": lambda width, size: Adapted(width, width),
 }
 """Layer factories by name, called with the input and output widths. All layers but ``linear`` keep the width."""
 
@@ -372,6 +386,9 @@ def _optimizers(kind: str, params: list[Any]) -> Iterator[torch.optim.Optimizer]
         yield torch.optim.AdamW(
             [{"params": matrices, "weight_decay": 0.3}, {"params": vectors, "lr": 0.02, "weight_decay": 0.0}], lr=0.01
         )
+    elif kind == "muon":
+        yield torch.optim.Muon([p for p in params if p.dim() == 2], lr=0.02)
+        yield torch.optim.AdamW([p for p in params if p.dim() != 2], lr=0.01)
     else:
         yield torch.optim.SGD(params[:1], lr=0.1, momentum=0.9)
         yield torch.optim.Adam(params[1:], lr=0.01)

@@ -13,6 +13,7 @@ from plumbline.core.finding import Finding
 from plumbline.hunt.search import OVER_SAMPLES
 from plumbline.workloads.experts import EXPERTS
 from plumbline.workloads.generated import FEATURES, LABELS, LENGTH, OUTPUTS, SIDE, TEXT, VOCABULARY, Recipe
+from plumbline.workloads.parameter_use import RANK
 
 WIDTH = 4  # outputs of the first layer
 _LINEAR = "torch.nn.Linear({width}, {width})"
@@ -47,6 +48,10 @@ LAYERS: dict[str, tuple[str | None, list[str]]] = {
             f"outputs = outputs.unflatten(-1, ({EXPERTS}, -1))",
             "x = x + (gates.relu().square().unsqueeze(-1) * outputs).sum(-2)",
         ],
+    ),
+    "adapter": (
+        f"torch.nn.ModuleList([{_LINEAR}, torch.nn.Linear({{width}}, {RANK}), torch.nn.Linear({RANK}, {{width}})])",
+        ["base, down, up = self.{name}", "x = base(x) + up(down(x))"],
     ),
 }
 """For each kind of layer: the constructor of its module, if it has one, and the lines of its forward."""
@@ -145,6 +150,11 @@ OPTIMIZERS = {
     "several": [
         "first, *others = {model}.parameters()",
         "optimizers = [torch.optim.SGD([first], lr=0.1, momentum=0.9), torch.optim.Adam(others, lr=0.01)]",
+    ],
+    "muon": [
+        "matrices = [parameter for parameter in {model}.parameters() if parameter.dim() == 2]",
+        "others = [parameter for parameter in {model}.parameters() if parameter.dim() != 2]",
+        "optimizers = [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)]",
     ],
 }
 
@@ -301,6 +311,11 @@ class Problem:
         return list(layers_of(self.recipe))
 
     @property
+    def adapters(self) -> list[str]:
+        """Names of the layers with adapters. If there are any, the program trains nothing else."""
+        return [f"layer{number}" for number, word in enumerate(self.recipe.layers, 1) if word == "adapter"]
+
+    @property
     def columns(self) -> dict[str, str]:
         """The variables of ``prepare`` that hold the data, with their values."""
         values = {"x": INPUTS[self.recipe.inputs], **TARGETS[self.recipe.loss]}
@@ -316,7 +331,7 @@ class Problem:
 
     @property
     def several(self) -> bool:
-        return self.recipe.optimizer == "several"
+        return self.recipe.optimizer in ("several", "muon")
 
     @property
     def scheduled(self) -> bool:
