@@ -73,7 +73,7 @@ class KnownOptimizers:
         numbers = [number for number, one in enumerate(self._made) if one is optimizer]
         for number in numbers:
             known = self._parts.get(number, own)
-            if not known or not own or {*map(id, known)} & {*map(id, own)}:
+            if not known or not own or known[0] is own[0] or {*map(id, known)} & {*map(id, own)}:
                 return number
         self._made.append(optimizer)
         return len(self._made) - 1
