@@ -41,7 +41,7 @@ MISTAKES = {
 
 _HEAD = """# A long training that is followed
 
-nanoGPT (2 layers, 64 wide, batches of 4 × 32), {steps:,} optimizer steps on one process: `{command}`, {cores} cores,
+nanoGPT (2 layers, 128 wide, batches of 4 × 32), {steps:,} optimizer steps on one process: `{command}`, {cores} cores,
 load average {load:.1f}. `check --every {every}` recorded the first {first} steps and one step in {every:,}, and judged
 them beside the training.
 
@@ -108,6 +108,7 @@ def nanogpt(asked: argparse.Namespace, changes: tuple[tuple[str, str, str], ...]
     """Return nanoGPT with as many steps as asked for, one micro-batch and no dropout, and with more changes."""
     command = re.sub(r"--max_iters=\d+", f"--max_iters={asked.steps}", NANOGPT.command)
     command = re.sub(r"--gradient_accumulation_steps=\d+", "--gradient_accumulation_steps=1", command)
+    command = re.sub(r"--n_embd=\d+", "--n_embd=128", command)
     command = re.sub(r"--eval_interval=\d+", f"--eval_interval={10 * asked.steps}", command)
     return replace(NANOGPT, command=f"{command} --log_interval=1000", changes=(*NANOGPT.changes, *changes))
 
