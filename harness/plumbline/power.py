@@ -70,7 +70,6 @@ def update_off(trace: Trace, place: Place, size: float) -> Trace:
 
 
 def places(trace: Trace, count: int, seed: int, *, whole: bool) -> list[Place]:
-    """Return random places in a trace: ``whole`` gradients, or one tensor each."""
     draw = random.Random(seed)
     steps = [index for index, step in enumerate(trace.ranks[0].steps) if not step.skipped and step.gradients]
     found = []

@@ -138,7 +138,6 @@ def new_workload(options: argparse.Namespace) -> int:
 
 
 def write_new_file(path: Path, skeleton: Path, name: str) -> None:
-    """Write ``skeleton`` to ``path``, and replace ``name`` in it by the name of the file."""
     if path.suffix != ".py":
         raise PlumblineError(f"{path} is not a Python file: use the name {path.with_suffix('.py').name}")
     own = re.sub(r"[^A-Za-z0-9.+]+", "-", path.stem).strip("-.+") or name

@@ -38,7 +38,6 @@ class Topology:
 
     @classmethod
     def parse(cls, text: str) -> Topology:
-        """Undo ``str``."""
         place, _, mesh = text.partition("@")
         num_nodes, gpus = map(int, place.split("x"))
         return cls(num_nodes, gpus, tuple(map(int, mesh.split("x"))) if mesh else ())

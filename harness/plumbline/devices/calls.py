@@ -70,7 +70,6 @@ def random_state(device: torch.device) -> Tensor | None:
 
 
 def set_random_state(device: torch.device, state: Tensor) -> None:
-    """Set what ``random_state`` returned."""
     module = module_of(device.type)
     module.set_rng_state(state, *_place(device))
 
@@ -98,7 +97,6 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def total_bytes(device: torch.device) -> int | None:
-    """Return the device's total memory."""
     properties = _call(device, "get_device_properties")
     return getattr(properties, "total_memory", None)
 
@@ -150,7 +148,6 @@ def has_events(device: torch.device) -> bool:
 
 
 def seed(device: torch.device, number: int) -> None:
-    """Seed the generator of one device."""
     module = module_of(device.type)
     if hasattr(module, "manual_seed"):
         with module.device(device) if hasattr(module, "device") else nullcontext():

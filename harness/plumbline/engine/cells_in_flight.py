@@ -129,7 +129,6 @@ class Training:
         return result
 
     def stop(self) -> None:
-        """Kill the ranks."""
         for _ in range(STOP_ATTEMPTS):
             if not self._thread.is_alive():
                 break
@@ -230,7 +229,6 @@ class CellsInFlight:
         return cell.end
 
     def discard(self) -> None:
-        """End all cells that are in flight."""
         while self._cells:
             self._discard(self._cells[0])
 
@@ -244,7 +242,6 @@ class CellsInFlight:
         return next((cell for cell in self._cells if cell.planned == planned), None)
 
     def _advance(self, waiting: list[Planned]) -> None:
-        """Wait until a cell has been trained or judged, and take the next step with it."""
         judging = {cell.judging.connection: cell for cell in self._cells if cell.judging is not None}
         trains = self._training if len(judging) < max(1, self._judges) else None
         ready = wait([*judging, *([trains.training.ended] if trains else [])])
@@ -277,7 +274,6 @@ class CellsInFlight:
             cell.finish(judge())
 
     def _launch_next(self, waiting: list[Planned]) -> None:
-        """Launch the first ``waiting`` cell, unless another cell is training or the machine or devices are in use."""
         if not waiting or self._training is not None:
             return
         lease = try_shared_lease(self._devices_of(waiting[0]), share_devices=self._settings.oversubscribe)

@@ -28,7 +28,6 @@ class Information(Finding):
 
 
 def passed(check: str, observed: str) -> Finding:
-    """Return a finding of a check that passed."""
     return Finding(check, Outcome.PASSED, observed)
 
 

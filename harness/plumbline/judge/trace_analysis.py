@@ -185,7 +185,6 @@ class TraceAnalysis(TrainingRecord):
 
     @cached_property
     def steps_taken(self) -> tuple[GlobalStep, ...]:
-        """The steps that no rank skipped."""
         return tuple(step for step in self.steps if not step.skipped)
 
     @cached_property

@@ -130,7 +130,6 @@ class GradientCase(ABC):
 
     @property
     def location(self) -> str:
-        """Step and rank in words."""
         return f"step {self.index}" + (f" on rank {self.rank}" if self.world > 1 else "")
 
     @property

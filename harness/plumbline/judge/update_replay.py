@@ -184,7 +184,6 @@ class _Blocks:
         self._optimizers = [analysis.workload.optimizers(list(part.values())) for part in self._parts if part]
 
     def after(self, step: Step) -> Tensors:
-        """Return the weights after a step."""
         with torch.no_grad():
             for rank, name, block in self._each():
                 block.copy_(self._split(step.before[name])[rank])

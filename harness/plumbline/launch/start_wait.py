@@ -67,7 +67,6 @@ class StartWait:
         self._progress = time.monotonic()
 
     def goes_on(self, what: str) -> bool:
-        """Return whether to keep waiting for ``what``."""
         now = time.monotonic()
         if now - self._checked >= CHECK_INTERVAL_S:
             self._checked, used = now, self._cpu_seconds()

@@ -166,7 +166,6 @@ def check_model(workload: Workload) -> nn.Module:
 
 
 def check_data(workload: Workload, devices: int) -> Columns:
-    """Return the training data of ``workload`` for ``devices`` devices."""
     size = workload.global_batch_size(devices)
     if size % devices:
         raise WorkloadError(f"global_batch_size({devices}) is {size}, which is not divisible by {devices}")

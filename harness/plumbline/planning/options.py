@@ -175,7 +175,6 @@ class Reproduction:
         return [flag] if value is True else [flag, f"{value:g}" if isinstance(value, float) else str(value)]
 
     def _settings(self, *, measured: bool) -> Sequence[str]:
-        """Return the options that change what the cell does or how it is judged."""
         defaults = {
             "accelerator": "auto",
             "launcher": "local",

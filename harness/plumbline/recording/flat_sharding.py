@@ -233,7 +233,6 @@ class FlatPart:
         return torch.Size(flat._unpadded_unsharded_size if self.number is None else flat._shapes[self.number])
 
     def take(self, flat: Tensor) -> Tensor:
-        """Return this part of a whole flat tensor."""
         return flat if self.number is None else self.unit.original(self.number, flat)
 
 

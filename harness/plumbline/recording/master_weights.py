@@ -270,6 +270,5 @@ def _fits(values: Tensor, master: Tensor) -> int:
 
 
 def _zeros(values: Tensor) -> int:
-    """Return the number of leading zeros."""
     others = values.nonzero()
     return int(others[0]) if len(others) else values.numel()

@@ -36,7 +36,6 @@ class ParameterNames:
             self._name_those_of(root)
 
     def trainable(self) -> list[tuple[str, Tensor]]:
-        """Return all parameters that require a gradient, with their names."""
         return [(name, one) for name, one in self._named.values() if one.requires_grad]
 
     def knows(self, parameter: Tensor) -> bool:

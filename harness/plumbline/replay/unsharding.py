@@ -34,7 +34,6 @@ def computing_dtypes(module: nn.Module) -> dict[int, torch.dtype]:
 
 
 def is_distributed(parameter: Tensor) -> bool:
-    """Return whether a parameter is a DTensor."""
     return hasattr(parameter, "full_tensor")
 
 

@@ -31,7 +31,6 @@ class Graph:
 
     @classmethod
     def of(cls, outputs: Iterable[Tensor]) -> Graph:
-        """Return the graph of these tensors."""
         nodes = list(_walk(outputs, into_calls=True))
         return cls(
             tuple(node.variable for node in nodes if hasattr(node, "variable")),

@@ -21,7 +21,6 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def cast(batch: Any, dtype: torch.dtype) -> Any:
-    """Return the batch with its floating-point tensors in ``dtype``."""
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, batch)
 
 

@@ -71,7 +71,6 @@ class Assignment:
         return os.path.join(os.path.dirname(self.evidence), f"node-{self.node_rank}.safetensors")
 
     def as_rank(self, rank: int) -> Assignment:
-        """Return the assignment of another rank of the same node."""
         place = rank % self.processes_per_node
         alone = self.whole_node and not self.cell.parallelism.gathers
         return replace(

@@ -160,7 +160,6 @@ class IncomingMessages:
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the messages that ``data`` completes."""
         self._rest += data
         messages = []
         while len(self._rest) >= _HEADER.size:

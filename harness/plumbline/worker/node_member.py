@@ -256,7 +256,6 @@ class NodeMember:
             os._exit(self._code)
 
     def _join(self) -> None:
-        """Join the launch in a process of multiprocessing, or in a script."""
         process = multiprocessing.current_process()
         self._direct = os.getppid() == self._first
         # While a spawned process unpickles its target, only its name contains its number.

@@ -127,7 +127,6 @@ class JointGradient(GradientCase):
 
     @property
     def may_be_whole(self) -> bool:
-        """Whether the received gradient is that of all copies, within the noise."""
         within = self.limit_x_noise * self.noise_along_copies
         return abs(self.received_along_copies - self.of_all_copies) <= within
 

@@ -43,7 +43,6 @@ class JudgedGradients:
 
     @property
     def cases(self) -> list[ReceivedGradient]:
-        """All received gradients, judged or not."""
         return self.judged + [case for cases in self.unjudged.values() for case in cases]
 
     @property

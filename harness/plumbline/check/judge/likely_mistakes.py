@@ -100,7 +100,6 @@ def judge_rounded_updates(training: RecordedTraining) -> Iterator[Finding]:
 
 
 def _formats(steps: Sequence[ObserverFacts]) -> str:
-    """Return the 16-bit formats of an optimizer's weights, for messages."""
     return listed(sorted({one.dtype for one in steps[0].step.parameters} & set(_DTYPES)))
 
 

@@ -61,7 +61,6 @@ class ObserverFacts(ScriptStep):
 
 
 def noted(training: RecordedTraining, observer: str) -> Iterator[ObserverFacts]:
-    """Yield what an observer noted about each step, rank after rank."""
     for one in training.optimizer_steps:
         if observer in one.step.facts:
             yield ObserverFacts(one.rank, one.number, one.optimizer, step=one.step, facts=one.step.facts[observer])
@@ -93,7 +92,6 @@ def not_judged(check: str, why: str, step: int | None = None) -> Finding:
 
 
 def failed_observers(training: RecordedTraining, observer: str, check: str) -> Iterator[Finding]:
-    """Yield a finding if an observer failed."""
     for rank in training.ranks:
         if error := (rank.facts.get(observer) or {}).get("error"):
             yield not_judged(check, f"recording failed on rank {rank.rank}: {error}")

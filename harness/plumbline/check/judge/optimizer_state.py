@@ -85,7 +85,6 @@ def _permuted(ranks: Mapping[int, ObserverFacts]) -> Finding | None:
 
 
 def _begun_anew(ranks: Mapping[int, ObserverFacts]) -> Finding | None:
-    """Find a state that is lost on some of the ranks that have the same parameters."""
     if len({one.parameters for one in ranks.values()}) > 1:
         return None
     everywhere = {now for one in ranks.values() for _, _, now in one.facts["changed"] if now}

@@ -61,7 +61,6 @@ class ReceivedGradient(GradientCase):
 
     @property
     def step(self) -> RecordedStep:
-        """The step of this rank."""
         return self.ranks[self.rank]
 
     @property
@@ -76,7 +75,6 @@ class ReceivedGradient(GradientCase):
 
     @property
     def world(self) -> int:
-        """The number of ranks."""
         return len(self.ranks)
 
     @property
@@ -141,12 +139,10 @@ class ReceivedGradient(GradientCase):
 
     @property
     def zero(self) -> Tensor:
-        """A zero for each parameter."""
         return torch.zeros(len(self.parameters), dtype=torch.float64)
 
     @property
     def is_finite(self) -> bool:
-        """Whether all local gradients and the received one are finite."""
         return all(
             bool(v.isfinite().all()) for v in [self.received, *(o.local for s in self.ranks.values() for o in s.passes)]
         )
@@ -158,7 +154,6 @@ class ReceivedGradient(GradientCase):
 
     @property
     def is_zero(self) -> bool:
-        """Whether the received gradient is zero everywhere."""
         return bool(self.step.received.isfinite().any()) and not bool(self.received.any())
 
     def norms(self, vector: Tensor) -> Tensor:
@@ -175,7 +170,6 @@ class ReceivedGradient(GradientCase):
         return sum(parts, torch.zeros_like(self.received)) if parts and len(parts) == len(shares) else None
 
     def value(self, combination: Combination) -> Tensor:
-        """Return the combination of local gradients."""
         total = torch.zeros_like(self.received)
         for _, weight, one in self._shares(combination.weight):
             if weight:

@@ -131,7 +131,6 @@ def _state_on_other_ranks(pair: Resumption) -> Finding | None:
 
 
 def _of_both(pair: Resumption) -> tuple[dict[Name, dict[str, set[Any]]], dict[Name, dict[str, set[Any]]]]:
-    """Return the known states of the resumed training and of the whole one at the step where it resumes."""
     return _known_states(pair.resumed, dict.fromkeys(pair.begins, 0)), _known_states(pair.whole, pair.begins)
 
 

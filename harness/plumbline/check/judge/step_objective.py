@@ -64,7 +64,6 @@ class StepObjective:
 
     @property
     def shares(self) -> list[Share]:
-        """The losses of all ranks."""
         return [share for rank in self.ranks for share in rank]
 
     @property
@@ -79,7 +78,6 @@ class StepObjective:
 
     @property
     def terms(self) -> float:
-        """The number of terms in the step."""
         return sum(share.terms for share in self.shares)
 
     @property
@@ -305,7 +303,6 @@ def is_sum_of_calls(noted: Facts) -> bool:
 
 
 def weigh_the_same(calls: Sequence[Facts]) -> bool:
-    """Return whether all terms of all calls have the same weight."""
     if any(call["weight"] is None for call in calls):
         return False
     rates = [call["weight"] / call["terms"] for call in calls if call["terms"]]

@@ -42,11 +42,9 @@ class RecordingCost(Observer):
         self._dtype: torch.dtype | None = None
 
     def install(self) -> None:
-        """Time steps from the first one on."""
         self._handle = register_optimizer_step_post_hook(self._stepped)
 
     def start(self) -> None:
-        """Count what forwards save."""
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
         self._hooks.__enter__()
 
@@ -111,7 +109,6 @@ def _now() -> float:
 
 
 def _float64_ratio(dtype: torch.dtype, device: torch.device) -> float:
-    """Return how many times longer a matrix product takes in float64."""
     return max(1.0, _product_s(torch.float64, device) / _product_s(dtype, device))
 
 

@@ -29,7 +29,6 @@ def make_folder(folder: Path) -> None:
 def write_files(
     checked: CheckedCommand, verdict: Verdict, *, html: Path | None, json: Path | None, sarif: Path | None = None
 ) -> None:
-    """Write the requested files with ``write_output``."""
     if json is not None:
         from plumbline.check.report.json_file import as_json
 

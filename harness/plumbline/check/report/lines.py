@@ -97,7 +97,6 @@ def _line(finding: Finding, coverage: Coverage) -> Line:
 
 
 def _sentences(text: str) -> str:
-    """Return the text of a note as whole sentences."""
     return heading(text) if text.endswith((".", "!", "?")) else f"{heading(text)}."
 
 

@@ -197,7 +197,6 @@ def _noise(finding: Finding, of: str = "") -> str:
 
 
 def _among_windows(windows: Sequence[JudgedWindow]) -> str:
-    """Say which of the judged windows are wrong."""
     first = next((one for one in windows if one.is_wrong), None)
     if first is None:
         judged = [one.step for one in windows if one.verdict != Answer.NOT_JUDGED.value]

@@ -59,7 +59,6 @@ class OracleGradientCase(GradientCase):
 
     @property
     def ranks(self) -> tuple[Step, ...]:
-        """The records of the step of all ranks."""
         return self.analysis.steps[self.index].ranks
 
     @property
@@ -130,7 +129,6 @@ class OracleGradientCase(GradientCase):
             yield self.clipped(self.value(prediction))
 
     def clipped(self, gradient: Tensors) -> Tensors:
-        """Return a gradient as the workload clips it."""
         return clipped(gradient, self.clip_norm)
 
     def value(self, combination: Combination) -> Tensors:
@@ -154,7 +152,6 @@ class OracleGradientCase(GradientCase):
 
     @cached_property
     def held(self) -> HeldParameters:
-        """Which ranks hold which of the trained parameters."""
         holders = self.analysis.holders[self.rank]
         return HeldParameters({name: ranks for name, ranks in holders.items() if name in self.expected.contract})
 
@@ -295,7 +292,6 @@ class OracleGradientCase(GradientCase):
 
     @cached_property
     def ranks_agree(self) -> bool:
-        """Whether all ranks had the same gradient at the same weights."""
         return all(
             same(step.gradients, self.step.gradients) and same(step.before, self.step.before) for step in self.ranks
         )

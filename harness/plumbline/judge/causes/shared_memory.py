@@ -132,7 +132,6 @@ def _all_applied(counts: list[_Count], world: int) -> bool:
 
 
 def _moves(trace: RankTrace, analysis: TraceAnalysis) -> Iterator[_Move]:
-    """Yield how the weights moved in each step, and between steps."""
     oracle = Oracle(analysis.workload, analysis.devices)
     optimizer = oracle.optimizer()
     none = {name: torch.zeros_like(value) for name, value in oracle.weights().items()}

@@ -101,7 +101,6 @@ def _windows(case: TraceCase) -> tuple[list[int], list[int]] | None:
 
 
 def _one_batch_a_micro_batch(analysis: TraceAnalysis) -> bool:
-    """Return whether a recorded micro-batch is a whole batch of the loader."""
     sizes = {
         sum(map(len, micro.forwards))
         for trace in analysis.trace.ranks

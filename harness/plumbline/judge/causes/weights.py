@@ -141,7 +141,6 @@ register(
 
 
 def _first_difference(analysis: TraceAnalysis) -> tuple[FirstDifference, Match] | None:
-    """Return what first differs between a rank and the first rank with the same parameters, and where."""
     for global_step in analysis.recorded_steps:
         for rank, step in enumerate(global_step.ranks):
             for first, names in _earlier_holders(global_step, rank):

@@ -257,7 +257,6 @@ def buffers_after(oracle: Oracle, step: Step, shares: list[Share], micro_batches
 
 
 def changed(global_step: GlobalStep, following: GlobalStep, rank: int) -> bool:
-    """Return whether a buffer of ``rank`` changed from step to step."""
     before, then = global_step.ranks[rank].buffers, following.ranks[rank].buffers
     return any(name not in before or not torch.equal(value, before[name]) for name, value in then.items())
 

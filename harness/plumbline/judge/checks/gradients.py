@@ -109,7 +109,6 @@ class _OracleEvidence(GradientEvidence[OracleGradientCase]):
 
     @classmethod
     def of(cls, wrong: Sequence[OracleGradientCase], every: Sequence[OracleGradientCase]) -> _OracleEvidence:
-        """Return the evidence, each case with the pattern of all wrong gradients."""
         pattern = _pattern(wrong, every)
         accused = [replace(one, pattern=pattern) for one in wrong]
         judged = [replace(one, pattern=pattern) for one in every]
@@ -123,7 +122,6 @@ class _OracleEvidence(GradientEvidence[OracleGradientCase]):
         return misfit
 
     def message(self, finding: Finding, description: str, hint: str, match: Match) -> str:
-        """Return where the gradients are wrong, by how much, and how near the hypothesis comes."""
         here = max((error for _, error in finding.parameters), default=0.0)
         if here <= self.wrong[0].limit:  # wrong only in all parameters together
             here = finding.error_x_noise or 0.0
@@ -300,7 +298,6 @@ def _common_clip_limits(cases: Sequence[OracleGradientCase]) -> tuple[float, ...
 
 
 def _figures(case: OracleGradientCase) -> str:
-    """Describe the wrong gradient relative to the right one by its length and direction."""
     names = list(case.expected.contract)
     right, observed = (
         flat(gradient, case.expected.contract, names) for gradient in (case.expected.contract, case.observed)

@@ -106,7 +106,6 @@ def _workload_rates(analysis: TraceAnalysis) -> DueRates:
 
 
 def _in_order_of(used: Rates, expected: Rates) -> Rates:
-    """Return the expected rates in the order in which the used ones ascend."""
     order = sorted(range(len(used)), key=used.__getitem__)
     return [rate for _, rate in sorted(zip(order, sorted(expected), strict=True))] if used else expected
 

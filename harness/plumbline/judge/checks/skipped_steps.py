@@ -147,7 +147,6 @@ def _may_overflow(step: GlobalStep, analysis: TraceAnalysis) -> bool:
 
 
 def _overflowed(global_step: GlobalStep) -> bool:
-    """Return whether all ranks skipped a step whose gradients and scale are known."""
     return all(step.skipped and step.gradients and step.scale for step in global_step.ranks)
 
 

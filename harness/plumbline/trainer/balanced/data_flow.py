@@ -126,7 +126,6 @@ class DataFlow:
         return sum(self.tensors[carried.label].bytes for carried in self.live(cut))
 
     def forbid(self, first: int, last: int, reason: str) -> None:
-        """Forbid cuts between places ``first`` and ``last``."""
         for cut in range(max(first + 1, 1), min(last + 1, self.end)):
             self.obstacles.setdefault(cut, reason)
 

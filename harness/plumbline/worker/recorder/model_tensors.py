@@ -67,7 +67,6 @@ def is_flattened(tensor: Tensor) -> bool:
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """Return a dense copy on the CPU."""
     return _dense(tensor).to("cpu", copy=True)
 
 
@@ -299,7 +298,6 @@ class ModelTensors:
         return {name: copied(buffer) for name, buffer in module.named_buffers() if self._holds(name)}
 
     def received(self, optimizer: Optimizer) -> Tensors:
-        """Return the gradients that an optimizer has received, by the names of their parameters."""
         parameters = parameters_of(optimizer)
         scale = scale_left(optimizer)
         received = {
@@ -357,7 +355,6 @@ class ModelTensors:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor, or a plain tensor itself."""
     local: Tensor = getattr(tensor, "_local_tensor", tensor)
     return local
 

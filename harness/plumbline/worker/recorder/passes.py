@@ -38,7 +38,6 @@ class Passes:
         self._open: list[Forward] = []
 
     def __len__(self) -> int:
-        """The number of micro-batches so far."""
         closed = sum(not forwards or any(forward.trains for forward in forwards) for forwards, _ in self._closed)
         return closed + sum(forward.trains for forward in self._open)
 

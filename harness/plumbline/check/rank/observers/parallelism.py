@@ -78,7 +78,6 @@ class ParallelismObserver(Observer):
         self._collectives = 0
 
     def install(self) -> None:
-        """Wrap the makers of meshes, groups and DistributedDataParallel, and the collectives."""
         if not torch.distributed.is_available():
             return
         mesh: Any = getattr(torch.distributed, "device_mesh", None)
@@ -146,12 +145,10 @@ class ParallelismObserver(Observer):
         self._counting = False
 
     def backward_ends(self, number: int) -> Facts | None:
-        """Count what is reduced from now on."""
         self._counting, self._reduced = True, {}
         return None
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Count what the step itself communicates."""
         self._counting = False
         self._stepping, self._collectives = True, 0
         self._entries = sum(p.numel() for p in parameters_of(optimizer) if p.grad is not None)

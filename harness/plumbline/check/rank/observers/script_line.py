@@ -32,7 +32,6 @@ class ScriptLineObserver(Observer):
         self._facts: Facts | None = None
 
     def first_step(self, optimizer: Optimizer) -> None:
-        """Look at the call stack."""
         if self._facts is None:
             self._facts = _calling_line()
 
@@ -53,7 +52,6 @@ def _calling_line() -> Facts | None:
 
 
 def _is_users(file: str) -> bool:
-    """Return whether a file belongs to neither the standard library nor an installed package."""
     return (
         os.path.isfile(file)
         and not file.startswith(_LIBRARIES)

@@ -21,19 +21,15 @@ from plumbline.replay.unwrapping import add_root
 
 @dataclass(frozen=True, eq=False)
 class _Place:
-    """Where a module holds a parameter."""
-
     module: ref[nn.Module]
     name: str
 
     @property
     def parameter(self) -> Any:
-        """The parameter that is there now, None where there is none."""
         module = self.module()
         return None if module is None else module._parameters.get(self.name)
 
     def is_at(self, module: nn.Module, name: str) -> bool:
-        """Return whether this is the place ``name`` of ``module``."""
         return self.module() is module and self.name == name
 
 

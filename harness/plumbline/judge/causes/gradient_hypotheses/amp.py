@@ -125,7 +125,6 @@ def _rounded_inputs(case: OracleGradientCase) -> Gradients:
 
 
 def _in_precision(case: OracleGradientCase, oracle: Oracle, scale: float = 1.0) -> Tensors:
-    """Return the step's gradient as an oracle of another precision computes it."""
     analysis = case.analysis
     analysis.load_step(oracle, analysis.steps[case.index])
     return oracle.gradient(case.layout, scale)

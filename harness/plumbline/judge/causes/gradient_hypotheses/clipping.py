@@ -250,7 +250,6 @@ def _squares_like(norms: HeldNorms, rank: int, siblings: Mapping[int, Mapping[st
 
 
 def _varying(siblings: Mapping[int, Mapping[str, int]]) -> set[str]:
-    """Return the dimensions along which siblings differ."""
     names = next(iter(siblings.values())).keys()
     return {name for name in names if len({at[name] for at in siblings.values()}) > 1}
 

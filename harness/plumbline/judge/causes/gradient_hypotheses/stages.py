@@ -198,7 +198,6 @@ def _layers(model: nn.Module) -> list[tuple[str, ...]]:
 
 
 def _numbers_of_ranks(case: OracleGradientCase) -> list[int]:
-    """Return the numbers of ranks along each dimension of the mesh, and in total."""
     cell = case.analysis.cell
     mesh = cell.parallelism.mesh(cell.topology)
     return sorted({*mesh.shape, mesh.size} - {1})
