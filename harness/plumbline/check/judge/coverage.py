@@ -77,7 +77,6 @@ class Share:
 
     @property
     def part(self) -> float:
-        """The share, from 0 to 1."""
         return self.entries / self.of if self.of else 0.0
 
 
@@ -121,8 +120,9 @@ def coverage_of(training: RecordedTraining, findings: Iterable[Finding] = ()) ->
         for one in step.parameters
         if one.trained and (step.is_in_pieces or step.optimizer not in pieces)
     }
-    unstepped = {key: size for key, size in _unstepped(training) if key not in entries}
-    late = {key: size for key, size in _late(training) if key not in entries}
+    unstepped = {key: size for key, size in _without_steps(training, "unstepped") if key not in entries}
+    late = {(-1 - number, name): size for (number, name), size in _without_steps(training, "late")}
+    late = {key: size for key, size in late.items() if key not in entries}
     never = dict.fromkeys(unstepped, NO_STEP) | dict.fromkeys(late, LATE)
     entries |= unstepped | late
     answered = [one for one in findings if one.check == "gradients"]
@@ -181,18 +181,11 @@ def _share(entries: Mapping[Key, int], why: Mapping[Key, str]) -> Share:
     return Share(judged, sum(entries.values()), tuple(sorted(left_out, key=lambda one: -one.entries)))
 
 
-def _unstepped(training: RecordedTraining) -> Iterator[tuple[Key, int]]:
+def _without_steps(training: RecordedTraining, kind: str) -> Iterator[tuple[Key, int]]:
     for rank in training.ranks:
-        for optimizer, parameters in (rank.facts.get("unstepped") or {}).items():
+        for optimizer, parameters in (rank.facts.get(kind) or {}).items():
             for name, size in parameters.items():
                 yield (int(optimizer), name), size
-
-
-def _late(training: RecordedTraining) -> Iterator[tuple[Key, int]]:
-    for rank in training.ranks:
-        for optimizer, parameters in (rank.facts.get("late") or {}).items():
-            for name, size in parameters.items():
-                yield (-1 - int(optimizer), name), size
 
 
 def _gradients_left_out(training: RecordedTraining, evidence: JudgedGradients) -> Iterator[tuple[Key, str]]:

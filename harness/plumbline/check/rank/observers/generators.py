@@ -35,16 +35,13 @@ class GeneratorObserver(Observer):
         self._last: dict[str, str] = {}
 
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note the states."""
         states = generator_states()
         self._close(states)
-        between = [name for name, state in states.items() if self._last.get(name, state) != state]
-        self._forwards.append({"states": states, "drew": [], "between": between})
+        self._forwards.append({"states": states, "drew": [], "between": moved_generators(self._last, states)})
         self._last = states
         self._open = True
 
     def forward_ends(self) -> None:
-        """Note which generators the forward drew from."""
         if self._open:
             self._close(generator_states())
 
@@ -69,7 +66,7 @@ class GeneratorObserver(Observer):
     def _close(self, now: dict[str, str]) -> None:
         if self._open:
             last = self._forwards[-1]
-            last["drew"] = [name for name, state in last["states"].items() if now.get(name, state) != state]
+            last["drew"] = moved_generators(last["states"], now)
             self._last = now
             self._open = False
 
@@ -85,6 +82,13 @@ def generator_states() -> dict[str, str]:
     if numpy is not None:
         states["numpy"] = _digest(pickle.dumps(numpy.random.get_state()))
     return states
+
+
+def moved_generators(before: dict[str, str] | None, after: dict[str, str] | None) -> list[str]:
+    """Return the names of the generators whose states differ. None: states that could not be read."""
+    if before is None or after is None:
+        return []
+    return [name for name, state in before.items() if after.get(name, state) != state]
 
 
 def _digest(state: str | bytes) -> str:

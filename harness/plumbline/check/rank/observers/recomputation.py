@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from plumbline.check.evidence.training import Facts
-from plumbline.check.rank.observers.generators import generator_states
+from plumbline.check.rank.observers.generators import generator_states, moved_generators
 from plumbline.recording.observer import Observer
 from plumbline.recording.patching import attempt, replace, wrap
 from plumbline.recording.sharding import local
@@ -85,7 +85,6 @@ class RecomputationObserver(Observer):
         self._statistics = frozenset(buffer.data_ptr() for buffer in buffers if not is_lazy(buffer))
 
     def runs_again(self, module: nn.Module) -> None:
-        """Note that a module runs again outside of torch's checkpoints."""
         self._runs_by_hand = self._runs_by_hand or not self._inside
 
     def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
@@ -94,7 +93,7 @@ class RecomputationObserver(Observer):
         self._began = generator_states()
 
     def backward_ends(self, number: int) -> Facts | None:
-        by_hand = self._runs_by_hand and bool(_moved(self._began, generator_states()))
+        by_hand = self._runs_by_hand and bool(moved_generators(self._began, generator_states()))
         if not self._compared and not by_hand:
             return None
         return {
@@ -147,7 +146,7 @@ class RecomputationObserver(Observer):
             finally:
                 self._inside -= 1
                 # A checkpoint that preserves the states restores them: a generator that has moved was drawn from anew.
-                region.drawn_anew = _moved(before, attempt(generator_states))
+                region.drawn_anew = {*moved_generators(before, attempt(generator_states))}
 
         hook.pack_hook, hook.unpack_hook, frame.recompute_fn = noting_pack, guarded_unpack, noting_recompute
 
@@ -184,7 +183,6 @@ class RecomputationObserver(Observer):
         return followed
 
     def _repeated(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that runs the given one and compares its result with the result of the first run."""
         region = _Region(self._modes)
         first: dict[str, Any] = {}
 
@@ -201,8 +199,8 @@ class RecomputationObserver(Observer):
             if not first:
                 first.update(before=before, samples=samples)
                 return output
-            drew = _moved(before, attempt(generator_states))
-            region.drawn_anew = drew & _moved(first["before"], before)
+            drew = moved_generators(before, attempt(generator_states))
+            region.drawn_anew = {*drew} & {*moved_generators(first["before"], before)}
             attempt(self._compare_outputs, region, first["samples"], samples)
             return output
 
@@ -257,13 +255,6 @@ def _differ(pair: tuple[Sample | None, Sample | None]) -> bool:
     dtype = one[1].dtype
     eps = torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 0.0
     return agreement.distance([other[1]], [one[1]]) > math.sqrt(eps)
-
-
-def _moved(before: dict[str, str] | None, after: dict[str, str] | None) -> set[str]:
-    """Return the names of the generators whose states differ."""
-    if before is None or after is None:
-        return set()
-    return {name for name, state in after.items() if before.get(name, state) != state}
 
 
 def _is_traced() -> bool:

@@ -61,7 +61,6 @@ class StepInput:
         return StepInput(local(parameter.detach()), local(parameter.grad.detach()), state)
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> StepInput:
-        """Return the same input with each tensor changed."""
         state = None if self.state is None else map_state(self.state, change)
         return replace(self, weights=change(self.weights), gradient=change(self.gradient), state=state)
 
@@ -265,28 +264,24 @@ def is_plain(value: Any) -> bool:
     )
 
 
-def map_state(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a state with each tensor changed, and everything else as it is."""
+def map_state(value: Any, change: Callable[[Tensor], Tensor], other: Callable[[Any], Any] = lambda value: value) -> Any:
+    """Return a state with each tensor changed, and everything else changed by ``other``."""
     if isinstance(value, Tensor):
         return change(value)
     if type(value) in (tuple, list):
-        return type(value)(map_state(one, change) for one in value)
+        return type(value)(map_state(one, change, other) for one in value)
     if isinstance(value, dict):
-        return {key: map_state(one, change) for key, one in value.items()}
-    return value
+        return {key: map_state(one, change, other) for key, one in value.items()}
+    return other(value)
 
 
 def _copied(value: Any, exact: bool) -> Any:
     """Return a copy of one value of a state; floating-point tensors in float64 if ``exact``."""
-    if isinstance(value, Tensor):
-        own = value.detach()
+
+    def copied(tensor: Tensor) -> Tensor:
+        own = tensor.detach()
         if exact and own.is_floating_point():
             return own.to(torch.float64, copy=True)
-        if exact and own.is_complex():
-            return own.to(torch.complex128, copy=True)
-        return own.clone()
-    if type(value) in (tuple, list):
-        return type(value)(_copied(one, exact) for one in value)
-    if isinstance(value, dict):
-        return {key: _copied(one, exact) for key, one in value.items()}
-    return _own(value)
+        return own.to(torch.complex128, copy=True) if exact and own.is_complex() else own.clone()
+
+    return map_state(value, copied, _own)

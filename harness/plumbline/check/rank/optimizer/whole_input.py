@@ -101,7 +101,7 @@ class WholeInput:
 
     def _plan(self) -> Iterator[tuple[Path, str | int]]:
         """Yield how to gather each value: a method's name, or the place of the rank that has it. All ranks agree."""
-        states = [{_path(path): entry for path, *entry in one["state"]} for one in self._said]
+        states = [{tuple(path): entry for path, *entry in one["state"]} for one in self._said]
         for path in dict.fromkeys(path for one in states for path in one):
             yield path, self._how([one.get(path) for one in states], path)
 
@@ -151,7 +151,7 @@ class WholeInput:
             dist.all_gather(parts, own.contiguous())
             return torch.cat(parts)
         assert isinstance(how, int)
-        kind, *rest = next(entry for at, *entry in self._said[how]["state"] if _path(at) == path)
+        kind, *rest = next(entry for at, *entry in self._said[how]["state"] if tuple(at) == path)
         if kind == VALUE:
             return rest[0]
         shape, _, _, dtype = rest
@@ -204,10 +204,6 @@ def _leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
             yield from _leaves(one, (*path, index))
     else:
         yield path, value
-
-
-def _path(given: Sequence[Any]) -> Path:
-    return tuple(given)
 
 
 def _nested(leaves: Mapping[Path, Any]) -> Any:
