@@ -24,7 +24,7 @@ from plumbline.launch import this_machine
 from plumbline.launch.pool import SERVER_ENVIRONMENT
 from plumbline.launch.this_machine import new_store
 from plumbline.worker.assignment import Assignment
-from plumbline.worker.connectivity import ConnectivityProbe, reach
+from plumbline.worker.server import ConnectivityProbe, reach
 
 _PORT = 5
 """Digits of a port."""

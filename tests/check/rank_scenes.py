@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from observed import Observed
 
 from plumbline.check.evidence.training import RecordedRank
-from plumbline.check.rank.observers.registry import training_observers
+from plumbline.check.rank.install import training_observers
 
 WORLD = 2
 

@@ -27,8 +27,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 import plumbline
 from plumbline.check.callbacks.checked import ToldVerdict
 from plumbline.check.rank.recorder import TrainingRecorder
-from plumbline.check.rank.shared_folder import SharedFolder, UnreachableFolderError
-from plumbline.check.rank.store_exchange import Exchange, begin_recording
+from plumbline.check.rank.store_exchange import Exchange, SharedFolder, UnreachableFolderError, begin_recording
 from plumbline.check.training_verdict import TrainingVerdict
 from plumbline.ranks.run import run_on_ranks
 

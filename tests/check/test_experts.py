@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from plumbline.check.judge.noted import HeadlineNote
-from plumbline.replay.grouped_products import grouped_mm
+from plumbline.replay.replay_modes import grouped_mm
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -20,18 +20,17 @@ from plumbline.check.evidence.training import (
     RecordedStep,
     RecordedTraining,
 )
-from plumbline.check.judge.buffers import judge_buffers
-from plumbline.check.judge.generator_states import judge_generator_states
+from plumbline.check.judge.forward_states import judge_buffers, judge_generator_states
 from plumbline.check.judge.gradients import judge_gradients
 from plumbline.check.judge.noted import HeadlineNote
 from plumbline.check.judge.objective import judge_objective
-from plumbline.check.judge.rank_layout import rank_layout
+from plumbline.check.judge.rank_weights import rank_layout
 from plumbline.check.judge.ranks_agree import judge_initial_weights, judge_ranks_agree
 from plumbline.check.judge.rows_used import judge_rows_used
 from plumbline.check.rank.observers.row_hashes import digest
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
-from plumbline.judge.consequences import SCRIPT_RULES, mark_consequences
+from plumbline.judge.judge import SCRIPT_RULES, mark_consequences
 
 WRAPPED: Facts = {
     "modules": [{"class": "Net", "wrapper": {"ranks": 2}, "sharded_as_data": False, "layouts": []}],

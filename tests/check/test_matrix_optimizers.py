@@ -27,8 +27,7 @@ from matrix_optimizers import (
 from torch.optim.optimizer import Optimizer
 
 from plumbline.check.function import check_function
-from plumbline.check.judge.near_replay import ALIKE, NearReplay
-from plumbline.check.judge.replayed_updates import ADDED_UP, AT_TIMES, BY_PLACE, BY_TURNS, OF_ALL
+from plumbline.check.judge.replayed_updates import ADDED_UP, ALIKE, AT_TIMES, BY_PLACE, BY_TURNS, OF_ALL, NearReplay
 from plumbline.check.rank import memory_needed, store_exchange
 from plumbline.check.verdict.verdict import Answer, answer_of, sentence_on
 from plumbline.core.finding import Finding

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Tens
 from plumbline.check.rank.observers.generators import GeneratorObserver
 from plumbline.check.rank.observers.loaders import HEAD, LoaderObserver
 from plumbline.check.rank.observers.parallelism import ParallelismObserver
-from plumbline.check.rank.observers.tensor_digest import SMALL, digest_and_projection, tensor_digest
 from plumbline.check.rank.observers.ties import TieObserver
+from plumbline.check.rank.tensor_digest import SMALL, digest_and_projection, tensor_digest
 from plumbline.recording.observer import Facts, Observer, Observers
 
 

@@ -8,13 +8,12 @@ import pytest
 import rank_scenes
 
 from plumbline.check.evidence.training import RecordedTraining
-from plumbline.check.judge.buffers import judge_buffers
-from plumbline.check.judge.generator_states import judge_generator_states
+from plumbline.check.judge.forward_states import judge_buffers, judge_generator_states
 from plumbline.check.judge.objective import judge_objective
 from plumbline.check.judge.ranks_agree import judge_initial_weights, judge_ranks_agree
 from plumbline.check.judge.rows_used import judge_rows_used
 from plumbline.core.finding import Finding
-from plumbline.judge.consequences import SCRIPT_RULES, mark_consequences
+from plumbline.judge.judge import SCRIPT_RULES, mark_consequences
 from plumbline.ranks.run import run_on_ranks
 
 CHECKS = (

@@ -9,7 +9,7 @@ import pytest
 from plumbline.core.finding import ORDER, Finding, diagnosis, in_reading_order
 from plumbline.core.outcome import Outcome
 from plumbline.judge.checks import CHECKS
-from plumbline.judge.consequences import RULES, mark_consequences
+from plumbline.judge.judge import RULES, mark_consequences
 from plumbline.judge.trace_analysis import TraceAnalysis
 
 

@@ -10,9 +10,8 @@ from pydantic import TypeAdapter
 from plumbline.core.finding import Finding, diagnosis, in_reading_order
 from plumbline.core.outcome import Outcome
 from plumbline.judge.checks import CHECKS
-from plumbline.judge.consequences import Rule
 from plumbline.judge.findings import Vacuous, failed, passed
-from plumbline.judge.judge import KINDS, judge
+from plumbline.judge.judge import KINDS, Rule, judge
 from plumbline.judge.trace_analysis import TraceAnalysis
 from plumbline.planning.expectation_files import Checks
 from plumbline.results.records import Result

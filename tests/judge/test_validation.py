@@ -10,7 +10,7 @@ from plumbline.core.outcome import Outcome
 from plumbline.core.training_behavior import ORDINARY, TrainingBehavior
 from plumbline.evidence.trace import Evaluation, MicroBatch, RankTrace, Step, Trace
 from plumbline.judge.checks.validation import validation
-from plumbline.judge.positions import evaluations_due
+from plumbline.judge.expected_metrics import evaluations_due
 from plumbline.judge.trace_analysis import TraceAnalysis
 from plumbline.subjects.load import load
 from plumbline.workloads import WORKLOADS

@@ -15,7 +15,7 @@ from plumbline.core.cell import Cell
 from plumbline.core.topology import Topology
 from plumbline.evidence.timing import BACKWARD, FORWARD, WEIGHTS, Chunk, RankTiming, Round
 from plumbline.launch.cell_launch import Settings
-from plumbline.worker.timing.pipeline_chunks import PipelineChunks
+from plumbline.worker.timing.stopwatch import PipelineChunks
 
 NOTHING = Round(0.0, (0.0,), (1.0,), ())
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from plumbline.benchmark.round_control import MissingRanksError, RoundControl
+from plumbline.benchmark.timed_launch import MissingRanksError, RoundControl
 from plumbline.core.errors import LaunchError
 from plumbline.worker.timing.round_barrier import GO, REPORT, RoundBarrier
 

@@ -10,7 +10,7 @@ import torch
 from plumbline.trainer import MisconfigurationError, Trainer
 from plumbline.trainer.connector import connect
 from plumbline.trainer.precision_plugins import Autocast, Converted, MasterWeights, PrecisionPlugin
-from plumbline.trainer.rank_training import rank_devices
+from plumbline.trainer.trainer import rank_devices
 
 DEFAULTS = {
     "gpus": None,

@@ -244,7 +244,7 @@ def test_what_is_refused_before_any_process_starts(problem, monkeypatch):
     def started(*_, **__):
         pytest.fail("a process was started")
 
-    monkeypatch.setattr("plumbline.trainer.rank_training.start_processes", started)
+    monkeypatch.setattr("plumbline.trainer.trainer.start_processes", started)
     for module, sentence in (
         (Streamed(), "shard"),
         (Listed(), "DataLoader"),

@@ -198,7 +198,7 @@ def test_a_process_that_torchrun_started_is_a_rank_and_starts_none(problem, loop
     torchrun = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
     for name, value in {**torchrun, "TORCHELASTIC_USE_AGENT_STORE": True}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr("plumbline.trainer.rank_training.start_processes", started)
+    monkeypatch.setattr("plumbline.trainer.trainer.start_processes", started)
     model = Net(problem)
     loop(model, gpu_mode="ddp").fit(2, num_gpus=1)
     assert problem.same_weights(model, problem.by_hand())
@@ -238,7 +238,7 @@ def test_an_error_on_a_rank_comes_back(problem, loop):
     ],
 )
 def test_what_cannot_be_fitted_is_refused_before_any_process_starts(loop, monkeypatch, gpu_mode, options, sentence):
-    monkeypatch.setattr("plumbline.trainer.rank_training.start_processes", started)
+    monkeypatch.setattr("plumbline.trainer.trainer.start_processes", started)
     with pytest.raises(MisconfigurationError, match=sentence):
         loop(gpu_mode=gpu_mode).fit(1, **options)
 

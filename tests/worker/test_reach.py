@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from plumbline.trainer.environments import free_port
-from plumbline.worker.connectivity import ConnectivityProbe, reach
+from plumbline.worker.server import ConnectivityProbe, reach
 
 ELSEWHERE = "192.0.2.1"
 """An address that is nobody's (RFC 5737)."""

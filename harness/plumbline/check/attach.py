@@ -22,8 +22,7 @@ from plumbline.check.evidence.options import RecordingOptions, refuse_invalid_op
 from plumbline.check.rank.evidence_writer import EvidenceWriter
 from plumbline.check.rank.install import recorder_of
 from plumbline.check.rank.recorder import TrainingRecorder
-from plumbline.check.rank.shared_folder import SharedFolder, UnreachableFolderError
-from plumbline.check.rank.store_exchange import begin_recording
+from plumbline.check.rank.store_exchange import SharedFolder, UnreachableFolderError, begin_recording
 from plumbline.core.numbers import counted
 from plumbline.recording.patching import Patches, classes_of
 from plumbline.recording.process import rank_and_world

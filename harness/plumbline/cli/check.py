@@ -131,7 +131,7 @@ def check(options: argparse.Namespace) -> int:
     judge_in = partial(_judge_in, options) if follows else None
     recording = RecordingOptions(**given, splits=options.resplit)
     if options.resume_after:
-        from plumbline.check.command.interrupted import run_interrupted
+        from plumbline.check.command.checked_command import run_interrupted
 
         again = command_in(["--", *shlex.split(options.resume_command)]) if options.resume_command else command
         checked = run_interrupted(command, again, recording, options.resume_after, _say, options.time_limit)

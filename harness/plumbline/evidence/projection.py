@@ -197,7 +197,7 @@ def _fingerprints(rows: Tensor, counts: Sequence[int], itemsize: int) -> list[in
     sizes = [_multiple(one, 8 * _WORDS) // (8 * _WORDS) * itemsize for one in counts]
     numbers = torch.arange(1, max(sizes) + 1, device=rows.device)
     places = torch.cat([numbers[:size] for size in sizes])
-    mixed = _scrambled(rows + _scrambled(places))
+    mixed = scrambled(rows + scrambled(places))
     sums = torch.stack([one.sum() for one in torch.split(mixed, sizes)]).tolist()
     return [one ^ count for one, count in zip(sums, counts, strict=True)]
 
@@ -270,16 +270,16 @@ def _block_of_factors(block: int, columns: int, device: torch.device) -> Tensor:
 
 def _integers(places: Tensor, least: int) -> Tensor:
     """Return a random integer for each place, as float64: one of the 64 sizes from ``least`` on, with a random sign."""
-    random = _scrambled(places)
+    random = scrambled(places)
     return ((random & 63) + least).double() * ((random >> 6 & 1) * 2 - 1)
 
 
 @lru_cache(maxsize=16)
 def _word_weights(device: torch.device) -> Tensor:
-    return _scrambled(torch.arange(_WORDS, device=device) + 2**41) | 1
+    return scrambled(torch.arange(_WORDS, device=device) + 2**41) | 1
 
 
-def _scrambled(numbers: Tensor) -> Tensor:
+def scrambled(numbers: Tensor) -> Tensor:
     """Return a well-mixed int64 for each int64: the finaliser of splitmix64 (Steele, Lea, Flood 2014)."""
     mixed = numbers * -7046029254386353131  # 2⁶⁴ / golden ratio
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):

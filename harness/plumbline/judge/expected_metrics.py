@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
 from plumbline.evidence.trace import Evaluation, Tensors
-from plumbline.judge.oracle.layout import Layout, Position, draws, samples, shuffled
+from plumbline.judge.oracle.layout import Layout, Position, contract_layout, draws, samples, shuffled, with_unique_draws
 from plumbline.judge.oracle.noise import NOISE_RUNS, NoiseScale, in_noise, rounding_unit, within_a_rounding
 from plumbline.judge.oracle.oracle import Oracle
-from plumbline.judge.positions import position_of, rank_layout
 from plumbline.judge.trace_analysis import TraceAnalysis
 from plumbline.workloads import Columns
 
@@ -314,17 +313,14 @@ class LossTable:
 
     @cached_property
     def limit(self) -> float:
-        """The limit for a correct value, in × noise."""
         return max(scale.limit for scale in self.noise.values() if scale.runs)
 
 
 def mean(shares: Sequence[BatchShare]) -> float:
-    """Return the mean over samples."""
     return total(shares) / sum(len(share.samples) for share in shares)
 
 
 def total(shares: Sequence[BatchShare]) -> float:
-    """Return the sum over samples."""
     return sum(share.loss * len(share.samples) for share in shares)
 
 
@@ -332,3 +328,36 @@ def _mean(oracle: Oracle, layout: Layout) -> torch.Tensor:
     losses = [loss for groups in oracle.losses(layout) for loss in groups]
     counts = [sum(map(len, group)) for groups in layout for group in groups]
     return torch.stack([loss * count for loss, count in zip(losses, counts, strict=True)]).sum() / sum(counts)
+
+
+def evaluations_due(analysis: TraceAnalysis) -> Iterator[tuple[Position, ...]]:
+    """Yield the equivalent positions at which each evaluation is due that the workload asks for."""
+    every, epochs = analysis.workload.validate_every, analysis.epochs
+    if every is None:
+        return
+    for epoch in range(epochs.count):
+        for batches in range(every, epochs.batches + 1, every):
+            positions = epochs.after_batch(epoch, batches)
+            if positions[0] <= (analysis.steps_due, 0):
+                yield positions
+
+
+def position_of(analysis: TraceAnalysis, step: int, micro_batches: int, rank: int) -> Position:
+    """Return a recorded position, converted to the workload's micro-batches.
+
+    More micro-batches are recorded if each device has its own loss, or if optimizers alternate, each with its own pass.
+    """
+    if not micro_batches or step >= len(analysis.steps):
+        return step, micro_batches
+    own = analysis.steps[step].ranks[rank]
+    recorded = len(own.micro_batches) * (len(own.turns) if own.alternate else 1)
+    return step, -(-micro_batches * len(rank_layout(analysis, step, rank)) // max(recorded, 1))
+
+
+def rank_layout(analysis: TraceAnalysis, step: int, *ranks: int) -> Layout:
+    """Return the layout of a step, also of a skipped one, for all ranks or for ``ranks``, without empty groups."""
+    steps = with_unique_draws(analysis.steps[step].ranks)
+    spread = analysis.cell.parallelism.devices_per_process(analysis.cell.topology)
+    chosen = [steps[rank] for rank in ranks] or steps
+    layout = contract_layout(chosen, spread, analysis.workload.accumulate)
+    return tuple(tuple(group for group in groups if any(group)) for groups in layout if any(map(any, groups)))

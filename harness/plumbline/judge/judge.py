@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from plumbline.core.finding import RAISED, VACUOUS, Finding, in_reading_order
+from plumbline.core.finding import ORDER, RAISED, UNEXPLAINED, VACUOUS, Finding, in_reading_order, is_unexplained
 from plumbline.core.outcome import Outcome
 from plumbline.evidence.training_record import TrainingRecord
 from plumbline.judge.causes.launch import LaunchCase
 from plumbline.judge.causes.step_count import VacuousCase
 from plumbline.judge.checks import CHECKS, Check, checks_of
 from plumbline.judge.checks.launch import details, launch, with_hung_ranks
-from plumbline.judge.consequences import RULES, Rule, mark_consequences
-from plumbline.judge.findings import Vacuous
+from plumbline.judge.findings import Information, Vacuous, with_hint
 from plumbline.judge.hypothesis import explain
 from plumbline.judge.oracle.noise import is_finite, length
 from plumbline.judge.trace_analysis import TraceAnalysis
@@ -125,6 +124,276 @@ def _before(step: int, finding: Finding, until: TraceAnalysis) -> Finding:
         f"{step}, or the norm that clips it, is not finite either; lower the learning rate, or clip gradients"
     )
     return Finding(finding.check, Outcome.ERRORED, vacuous, step=step)
+
+
+NONE: Collection[str | None] = {None, UNEXPLAINED}
+"""The causes of a finding without a known cause."""
+
+PACE: Collection[str | None] = {
+    "accumulates-unasked", "applied-once-a-rank", "parameter-in-several-optimizers", "short-last-window-dropped",
+    "stepped-every-micro-batch", "stepped-without-a-batch", "window-over-the-end-of-the-epoch",
+    "windows-of-another-length",
+}  # fmt: skip
+"""Causes by which optimizer steps cover other batches than the workload's steps."""
+
+COUNTS: Collection[str | None] = {
+    "batch-again", "batches-of-another-size", "drawn-twice-by-a-rank", "last-batch-filled-up", "local-rank-for-rank",
+    "no-sampler", "node-rank-for-rank", "ranks-alike", "samples-never-seen", "shards-overlap",
+}  # fmt: skip
+"""Causes by which an epoch has more or fewer samples than it should. Causes about the order are not included."""
+
+OF_ANOTHER_RANK: Collection[str | None] = {"optimizer-state-altered", "weights-not-restored", *NONE}
+"""Causes of findings about a rank that resumes with the state of another rank from which it had diverged."""
+
+STAGES_APART: Collection[str | None] = {"stage-never-stepped", "stage-stepped-again"}
+"""Causes by which the n-th steps of ranks that hold one model together are not the same step."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A bad finding of ``check`` follows from one of ``origin``, for the reason in ``why``.
+
+    None in a field means any value. ``causes``, ``families`` and ``outcome`` restrict the finding of ``check``, and
+    ``origin_causes`` the finding of ``origin``. ``hint`` replaces the finding's hint. ``needed``: without a bad finding
+    of ``origin`` the finding is no mistake. ``at_any_step``: the origin can begin at a later step than the finding.
+    """
+
+    check: str
+    origin: str
+    why: str
+    causes: Collection[str | None] | None = None
+    origin_causes: Collection[str | None] | None = None
+    families: Collection[str | None] | None = None
+    outcome: Outcome | None = None
+    hint: str | None = None
+    needed: bool = False
+    at_any_step: bool = False
+
+    def applies_to(self, finding: Finding) -> bool:
+        """Return whether the rule is about ``finding``, regardless of the other findings.
+
+        A check that raised has no cause, not even ``unexplained``: it has no verdict, so nothing explains it.
+        """
+        return (
+            finding.check == self.check
+            and not (finding.outcome is Outcome.ERRORED and finding.cause is None)
+            and (self.causes is None or finding.cause in self.causes)
+            and (self.families is None or finding.family in self.families)
+            and (self.outcome is None or finding.outcome is self.outcome)
+        )
+
+    def explains(self, finding: Finding, origin: Finding) -> bool:
+        """Return whether ``finding`` follows from ``origin``, which must not begin later unless ``at_any_step``."""
+        return (
+            origin.check == self.origin
+            and self.applies_to(finding)
+            and (self.origin_causes is None or origin.cause in self.origin_causes)
+            and (self.at_any_step or origin.step is None or finding.step is None or origin.step <= finding.step)
+        )
+
+
+_SCALES: Collection[str | None] = {None, "accumulation", "averaging", "loss-normalisation", "unused-params"}
+
+RULES: tuple[Rule, ...] = (
+    Rule("steps", "samples", "too many or too few samples make too many or too few batches",
+         causes={"too-many-batches", "too-few-batches", "ranks-differ-in-steps", *NONE}, origin_causes=COUNTS),
+    Rule("samples", "steps", "samples are counted by the steps that consumed them",
+         causes={*PACE, *NONE}, origin_causes=PACE),
+    Rule("gradients", "steps", "steps that cover other micro-batches divide by the wrong number",
+         origin_causes=PACE, families=_SCALES),
+    Rule("samples", "gradients", "the held-out set has other samples",
+         origin_causes={"trained-on-held-out-data"}),
+    Rule("gradients", "samples", "the sum over fewer micro-batches is divided by the number that is due",
+         origin_causes={"micro-batches-missing"}, families=_SCALES),
+    Rule("gradients", "samples", "ranks that use the same samples have the same gradient, averaged or not",
+         origin_causes=COUNTS, causes=NONE, outcome=Outcome.ERRORED),
+    *(
+        Rule(check, "steps", "several optimizers step the same parameters",
+             origin_causes={"parameter-in-several-optimizers"})
+        for check in ("gradients", "learning-rate", "update")
+    ),
+    *(
+        Rule(check, "steps", "the steps of stages are put together by their numbers", origin_causes=STAGES_APART)
+        for check in ("initial-weights", "samples", "rng", "gradients", "learning-rate", "update", "stillness",
+                      "ranks-agree", "buffers", "training")
+    ),
+    Rule("update", "learning-rate", "a stage that steps with other rates moves by them", causes={"rates-differ"}),
+    Rule("learning-rate", "gradients", "an optimizer that steps nothing shows no rate",
+         origin_causes={"parameter-not-in-optimizer"}),
+    Rule("gradients", "rng", "a backward whose masks differ from the forward's does not compute the gradient",
+         origin_causes={"masks-drawn-anew-in-the-backward"}, causes={"another-loss", *NONE}),
+    Rule("gradients", "initial-weights", "ranks that hold different weights have no common gradient",
+         origin_causes={"not-broadcast", "applied-once-a-rank", "parameters-missing"}, causes=NONE),
+    Rule("gradients", "ranks-agree", "ranks that skipped alone hold different weights, which have no common gradient",
+         origin_causes={"overflow-decided-alone"}, causes=NONE),
+    Rule("gradients", "ranks-agree", "ranks that hold different weights have no common gradient",
+         origin_causes={"rates-differ", "updates-differ", "changed-between-steps", "applied-once-a-rank"},
+         causes=NONE),
+    Rule("skipped-steps", "ranks-agree", "a rank skipped or stepped because it did not get the others' overflow flag",
+         origin_causes={"overflow-decided-alone"}),
+    Rule("update", "ranks-agree", "a rank stepped on an overflow that only another rank noticed",
+         origin_causes={"overflow-decided-alone"}, causes={"not-finite"}),
+    Rule("update", "gradients", "no update is right for a gradient that is not finite", causes={"not-finite"}),
+    Rule("update", "gradients", "gradients of zero move nothing", outcome=Outcome.ERRORED,
+         origin_causes={"zero", "parameter-not-in-optimizer"}),
+    Rule("update", "gradients", "the workload's optimizer does not hold frozen parameters",
+         origin_causes={"frozen-parameter-trained"}),
+    Rule("update", "gradients", "weights kept in a lower precision are rounded after the step too",
+         causes={"stored-in-lower-precision"},
+         origin_causes={"computed-in-lower-precision", "computed-in-tf32", "rounded-to-16-bits"}),
+    *(
+        Rule(check, "precision", "the model computes with other weights than those that the optimizer steps",
+             origin_causes={"not-copied-back"})
+        for check in ("gradients", "buffers", "metrics", "training")
+    ),
+    Rule("precision", "initial-weights", "master weights that are not the job's are not the model's either",
+         causes={"not-copied-back"}),
+    Rule("stillness", "gradients", "averaging weights is visible only if the ranks' gradients had made them differ",
+         causes={"weights-averaged"}, origin_causes={"not-synchronised"}),
+    *(
+        Rule("stillness", origin, "other ranks' steps change the weights between a rank's own",
+             origin_causes={"applied-once-a-rank"})
+        for origin in ("initial-weights", "update")
+    ),
+    Rule("initial-weights", "update", "a rank may begin with what another one has stepped in the same memory",
+         causes={"initialised-anew", *NONE}, origin_causes={"applied-once-a-rank"}),
+    Rule("ranks-agree", "gradients", "ranks that step with different gradients end with different weights",
+         causes={"not-synchronised", "tied-gradients-not-added"}),
+    Rule("ranks-agree", "learning-rate", "ranks that step with different rates end with different weights",
+         causes={"rates-differ"}),
+    Rule("ranks-agree", "initial-weights", "ranks that begin apart stay apart",
+         causes={"not-broadcast"}),
+    Rule("ranks-agree", "stillness", "weights that change apart from the steps part",
+         causes={"changed-between-steps", "moved-when-skipped"}),
+    Rule("ranks-agree", "update", "an update that is wrong on one rank parts it from the others",
+         causes={"updates-differ"}),
+    Rule("buffers", "validation", "an evaluation in training mode counts as training in the running statistics",
+         origin_causes={"evaluated-in-training-mode"}),
+    Rule("buffers", "gradients", "in evaluation mode no statistics are kept",
+         origin_causes={"in-evaluation-mode"}),
+    Rule("buffers", "gradients", "statistics that are shared for the forward are those that the buffers remember",
+         origin_causes={"statistics-shared-forward-only"}, causes={"buffers-updated-otherwise", *NONE}),
+    Rule("buffers", "gradients", "a forward that bypasses DistributedDataParallel broadcasts no buffers",
+         origin_causes={"not-synchronised"}, causes={"buffers-not-broadcast"}),
+    Rule("buffers", "steps", "statistics are followed from step to step", origin_causes=PACE),
+    Rule("metrics", "ranks-agree", "ranks that hold different weights report losses of different models", causes=NONE),
+    Rule("checkpoint", "ranks-agree", "what is saved of one rank is not what the others had", causes=OF_ANOTHER_RANK),
+    Rule("checkpoint", "gradients", "the optimizers of ranks that are not synchronised remember different gradients",
+         causes=OF_ANOTHER_RANK, origin_causes={"not-synchronised", "some-parameters-not-synchronised"}),
+    Rule("metrics", "validation", "a loss over other samples, or in another mode, is another loss",
+         causes={"other-mode", *NONE}),
+    *(
+        Rule("checkpoint", origin, "what is wrong without an interruption is not the checkpoint's", causes=NONE)
+        for origin in ORDER
+        if origin not in ("launch", "checkpoint", "training", "metrics", "validation")
+    ),
+    *(
+        Rule("training", origin, "the final weights are the result of the steps", causes=NONE)
+        for origin in ("initial-weights", "gradients", "learning-rate", "skipped-steps", "update", "stillness",
+                       "ranks-agree", "steps", "rng")
+    ),
+)  # fmt: skip
+
+
+_CLIPPED_FIRST: Collection[str | None] = {"clipped-before-averaging"}
+_CLIPPED_HINT = "clip after the all-reduce: each rank clips its own gradient before it"
+
+SCRIPT_RULES: tuple[Rule, ...] = (
+    Rule("gradients", "clipping", "gradients are judged as they were clipped: of each rank's own samples",
+         origin_causes=_CLIPPED_FIRST, hint=_CLIPPED_HINT, at_any_step=True),
+    Rule("ranks-agree", "clipping", "gradients are judged as they were clipped: of each rank's own samples",
+         origin_causes=_CLIPPED_FIRST, causes={"not-synchronised"}, hint=_CLIPPED_HINT, at_any_step=True),
+    Rule("gradients", "clipping", "copies that are clipped by different factors part",
+         origin_causes={"clipped-shard-by-shard"}),
+    Rule("ranks-agree", "clipping", "copies that are clipped by different factors part",
+         origin_causes={"clipped-shard-by-shard"}),
+    Rule("ranks-agree", "clipping", "ranks that clip the same gradient to different limits part",
+         origin_causes={"clipped-to-another-length"}, causes={"not-synchronised"}, at_any_step=True),
+    Rule("ranks-agree", "gradients", "ranks whose gradients differ by design, as with averaged models, part",
+         causes={"not-synchronised"}, needed=True, at_any_step=True),
+    Rule("ranks-agree", "initial-weights", "ranks that begin apart stay apart",
+         causes={"not-broadcast"}, needed=True, at_any_step=True),
+)  # fmt: skip
+"""The rules about a script, whose intended training is unknown."""
+
+
+def mark_consequences(
+    findings: Iterable[Finding], rules: Sequence[Rule] | None = None, *, same_cause: bool = True
+) -> list[Finding]:
+    """Return the findings about one training; each names the check whose consequence it is, if any.
+
+    The rules are ``RULES`` by default. ``same_cause``: two findings with the same named cause are one mistake that two
+    checks detected, and the finding of the later check is the consequence.
+    """
+    rules, findings = RULES if rules is None else rules, list(findings)
+    places = {check: index for index, check in enumerate(ORDER)}
+    bad = sorted((one for one in findings if one.outcome.is_bad), key=lambda one: places.get(one.check, len(ORDER)))
+    origins: dict[str, str] = {}
+    hints: dict[str, str | None] = {}
+    for finding in bad:
+        if rule := _explaining(finding, bad, origins, rules):
+            origins[finding.check], hints[finding.check] = rule.origin, rule.hint
+        elif same_cause and (twin := _twin(finding, bad, origins)):
+            origins[finding.check] = twin
+    judged = {one.check for one in findings if one.outcome is not Outcome.SKIPPED}
+    return [_marked(one, origins, hints.get(one.check), rules, judged) for one in findings]
+
+
+def _marked(
+    finding: Finding, origins: dict[str, str], hint: str | None, rules: Sequence[Rule], judged: Collection[str]
+) -> Finding:
+    if finding.check in origins:
+        finding = with_hint(finding, hint) if hint else finding
+        return replace(finding, consequence_of=_root(finding.check, origins))
+    missing = next((one.origin for one in rules if one.needed and one.applies_to(finding)), None)
+    if missing is None or not finding.outcome.is_bad:
+        return finding
+    why = "found nothing wrong" if missing in judged else "has no verdict"
+    message = f"{finding.message}; this does not count as wrong, because the check {missing} {why}"
+    changed = {"outcome": Outcome.PASSED, "message": message, "cause": None, "family": None}
+    return Information(**vars(finding) | changed)
+
+
+def _explaining(
+    finding: Finding, bad: Sequence[Finding], origins: dict[str, str], rules: Sequence[Rule]
+) -> Rule | None:
+    for rule in rules:
+        for other in bad:
+            since = replace(other, step=_since(other, bad, origins))
+            if rule.explains(finding, since) and not _leads_to(other.check, finding.check, origins):
+                return rule
+    return None
+
+
+def _twin(finding: Finding, bad: Sequence[Finding], origins: dict[str, str]) -> str | None:
+    for other in bad[: bad.index(finding)]:
+        if not is_unexplained(finding) and (other.cause, other.family) == (finding.cause, finding.family):
+            return other.check if not _leads_to(other.check, finding.check, origins) else None
+    return None
+
+
+def _since(finding: Finding, bad: Sequence[Finding], origins: dict[str, str]) -> int | None:
+    """Return the step at which a finding began: a consequence began with its origin, even if it is largest later."""
+    steps, check = [finding.step], finding.check
+    while check in origins:
+        check = origins[check]
+        steps += [one.step for one in bad if one.check == check]
+    return min((step for step in steps if step is not None), default=None)
+
+
+def _leads_to(check: str, wanted: str, origins: dict[str, str]) -> bool:
+    """Return whether ``check`` is ``wanted`` or one of its consequences, because no finding explains itself."""
+    while check in origins:
+        check = origins[check]
+        if check == wanted:
+            return True
+    return check == wanted
+
+
+def _root(check: str, origins: dict[str, str]) -> str:
+    while check in origins:
+        check = origins[check]
+    return check
 
 
 KINDS: dict[type, Kind] = {TraceAnalysis: Kind(RULES, same_cause=True, run=_of_subject)}

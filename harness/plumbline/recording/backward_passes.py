@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from plumbline.recording.patching import replace
 from plumbline.recording.pause import is_paused
+from plumbline.recording.sharding import local
 
 
 class BackwardPasses:
@@ -128,3 +130,26 @@ def is_number(root: Tensor) -> bool:
     """Return whether a tensor was computed as a single number, and not only replaced by one to free its memory."""
     known = getattr(root.grad_fn, "_input_metadata", ())
     return root.numel() == 1 and (not known or math.prod(known[root.output_nr].shape) == 1)
+
+
+class PassGradients:
+    """Which gradients a pass changes. Other models' stay as they were, with what a script did to them."""
+
+    def __init__(self, parameters: Iterable[Tensor] = ()) -> None:
+        self._before = {id(one): (ref(one.grad), _versions(one.grad)) for one in parameters if one.grad is not None}
+
+    def is_changed(self, parameter: Tensor) -> bool:
+        """Return whether the parameter has another gradient now, or has written to the one that it had."""
+        gradient, known = parameter.grad, self._before.get(id(parameter))
+        if gradient is None or known is None:
+            return (gradient is None) != (known is None)
+        tensor, versions = known
+        return tensor() is not gradient or versions != _versions(gradient)
+
+
+def _versions(gradient: Tensor) -> tuple[int, int]:
+    """Return a gradient's version, and that of a DTensor's shard.
+
+    Autograd adds to a DTensor without counting it as a change of the shard, and FSDP adds to the shard alone.
+    """
+    return gradient._version, local(gradient)._version

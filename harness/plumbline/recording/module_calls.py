@@ -1,13 +1,17 @@
-"""Replaces ``torch.nn.Module.__call__`` while calls are followed, without changing how code is compiled."""
+"""Follows module calls without changing how code is compiled, and which modules run inside of a recorded call."""
 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+
+from plumbline.recording.patching import attempt
 
 Run = Callable[..., Any]
 """The original ``torch.nn.Module.__call__``."""
@@ -36,7 +40,6 @@ class ModuleCalls:
         _leave_uncompiled(_is_evaluated_by_dynamo)
 
     def install(self) -> None:
-        """Replace ``Module.__call__``."""
         self._replace(self._original, self._own)
 
     def remove(self) -> None:
@@ -72,3 +75,41 @@ def _leave_uncompiled(function: Any) -> None:
         return
     skip, default = dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT
     dynamo.set_code_exec_strategy(function.__code__, dynamo._FrameExecStrategy(skip, default))
+
+
+Ended = Callable[["tuple[Any, ...]", Any], None]
+"""Called with the positional arguments of a call and its output."""
+
+
+@dataclass(eq=False)
+class RunningModule:
+    """A module while it runs; ``when_ended`` are called with its positional arguments and its output."""
+
+    module: nn.Module
+    when_ended: list[Ended] = field(default_factory=list)
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.running: list[RunningModule] = []
+
+
+_THREAD = _Thread()
+
+
+def running_modules() -> tuple[RunningModule, ...]:
+    """Return the modules that run on this thread inside of a recorded call, the outermost first."""
+    return tuple(_THREAD.running)
+
+
+def run_noted(run: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a module; ``running_modules`` includes it meanwhile."""
+    one = RunningModule(module)
+    _THREAD.running.append(one)
+    try:
+        output = run(module, *args, **kwargs)
+    finally:
+        _THREAD.running.pop()
+    for ended in one.when_ended:
+        attempt(ended, args, output)
+    return output

@@ -5,7 +5,8 @@ Errors of observers that are not essential are isolated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -95,6 +96,30 @@ class Observer:
 
         An observer that still watches calls ``write`` whenever its final facts have changed.
         """
+
+
+class WrappingObserver(Observer):
+    """An observer that wraps functions of torch. It takes notes between ``start`` and ``stop``, until it fails.
+
+    ``error`` says why it takes no more notes, "" while it does.
+    """
+
+    essential = True
+
+    def __init__(self) -> None:
+        self.error = ""
+
+    def final_facts(self) -> Facts | None:
+        return {"error": self.error} if self.error else None
+
+    @contextmanager
+    def notes(self) -> Iterator[None]:
+        """Keep exceptions in the body, which takes notes, away from the script."""
+        try:
+            yield
+        except Exception as error:  # any error here is the observer's, not the script's
+            self.recording = False
+            self.error = f"{type(error).__name__}: {error}"
 
 
 class Observers:

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from plumbline.recording.flat_sharding import part_of
 from plumbline.recording.sharding import local
 from plumbline.recording.zero3 import held
-from plumbline.replay.autocast_state import AutocastState
-from plumbline.replay.random_state import RandomState
+from plumbline.replay.random_state import AutocastState, RandomState
 
 SAMPLE = 1024
 """The largest number of entries that are kept of an output, for the comparison with a replay."""
@@ -30,7 +29,6 @@ class UsedParameter:
 
     @classmethod
     def of(cls, parameter: nn.Parameter) -> UsedParameter:
-        """Return the current state of ``parameter``."""
         part = part_of(parameter)
         dtype = parameter.dtype if part is None else part.unit.dtype
         return cls(parameter, state_of(parameter), parameter.requires_grad, dtype)
@@ -105,7 +103,6 @@ class TrackedCall:
 
     @property
     def trainable(self) -> list[nn.Parameter]:
-        """The parameters that required a gradient."""
         return [one.parameter for one in self.parameters if one.requires_grad]
 
     @property
@@ -127,7 +124,6 @@ class TrackedCall:
 
     @property
     def name(self) -> str:
-        """The class of its module."""
         return type(self.module).__name__
 
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from plumbline.recording.sharding import local
-from plumbline.replay.added_gradients import AddedGradients
 from plumbline.replay.applied_functions import functions_applied
 from plumbline.replay.collectives import collectives
 from plumbline.replay.function_derivatives import LARGEST, AppliedFunction, Terms, exchange_terms
@@ -68,7 +67,6 @@ class Received:
             self._note(one for one in (*given, *tensors_in(result)) if not one.requires_grad)
 
     def computed(self, func: Any, arguments: Any, result: Any) -> None:
-        """Note the results of an operator that computes with noted tensors."""
         if self._memory and torch.is_grad_enabled():
             given = list(tensors_in(arguments))
             if any(one in self for one in given) and not any(one.requires_grad for one in given):
@@ -206,13 +204,13 @@ class Constants:
         """Return the arguments of an operator with the recorded constants in their places."""
         if self.inside_function:
             return args, kwargs
-        written, named = _written(func)
-        read_args = tuple(one for index, one in enumerate(args) if index not in written)
+        places, named = written(func)
+        read_args = tuple(one for index, one in enumerate(args) if index not in places)
         read_kwargs = {name: one for name, one in kwargs.items() if name not in named}
         new_args, new_kwargs = self.exchanged((read_args, read_kwargs))
         left = iter(new_args)
         return (
-            tuple(one if index in written else next(left) for index, one in enumerate(args)),
+            tuple(one if index in places else next(left) for index, one in enumerate(args)),
             {**kwargs, **new_kwargs},
         )
 
@@ -243,13 +241,13 @@ def _quantizes(func: Any) -> bool:
 
 
 @cache
-def _written(func: Any) -> tuple[frozenset[int], frozenset[str]]:
+def written(func: Any) -> tuple[frozenset[int], frozenset[str]]:
     """Return the positions and the names of the arguments that an operator writes to."""
     if not isinstance(func, torch._ops.OpOverload):
         return frozenset(), frozenset()
     arguments = list(enumerate(func._schema.arguments))
-    written = [(place, one.name) for place, one in arguments if one.alias_info is not None and one.alias_info.is_write]
-    return frozenset(place for place, _ in written), frozenset(name for _, name in written)
+    found = [(place, one.name) for place, one in arguments if one.alias_info is not None and one.alias_info.is_write]
+    return frozenset(place for place, _ in found), frozenset(name for _, name in found)
 
 
 @contextmanager
@@ -359,3 +357,48 @@ def _verify(kind: Any, function: AppliedFunction) -> Sequence[Tensor | None]:
     if apart > LARGEST * size:
         raise OwnDerivativeError(not_derived)
     return added
+
+
+class AddedGradients:
+    """The gradients that the functions of one forward add to their inputs, whatever arrives at their outputs.
+
+    Trainers add auxiliary losses in this way: a function returns its input, and its backward starts a gradient.
+    Functions have their numbers in the forward as keys. ``names`` are those of their classes.
+    """
+
+    def __init__(self) -> None:
+        self.names: dict[int, str] = {}
+        self._gradients: dict[int, Sequence[Tensor | None]] = {}
+        self._nodes: dict[int, list[Any]] = {}
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._gradients
+
+    def note(self, number: int, name: str, gradients: Sequence[Tensor | None], results: Iterable[Tensor]) -> None:
+        """Note the gradients that a function adds to its inputs, and the nodes of its results in the graph."""
+        if any(one is not None for one in gradients):
+            self._gradients[number], self.names[number] = gradients, name
+            self._nodes[number] = [one.grad_fn for one in results]
+
+    def keep_reached(self, outputs: Iterable[Tensor]) -> None:
+        """Drop functions from which no output depends: the backward pass of these outputs does not run them."""
+        reached, left = set(), [one.grad_fn for one in outputs if one.grad_fn is not None]
+        while left:
+            node = left.pop()
+            if node not in reached:
+                reached.add(node)
+                left += [inner for inner, _ in node.next_functions if inner is not None]
+        for number, nodes in self._nodes.items():
+            if reached.isdisjoint(nodes):
+                del self._gradients[number], self.names[number]
+        self._nodes.clear()
+
+    def terms(self, number: int, inputs: Sequence[Tensor]) -> tuple[float, float]:
+        """Return the product of a function's inputs with the gradients that it adds, and a bound of it."""
+        pairs = [
+            (gradient, one.detach())
+            for gradient, one in zip(self._gradients[number], inputs, strict=True)
+            if gradient is not None
+        ]
+        products = (float((gradient * one).sum()) for gradient, one in pairs)
+        return sum(products), sum(float(gradient.norm() * one.norm()) for gradient, one in pairs)

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from plumbline.replay import agreement
 from plumbline.replay.call import TrackedCall
 from plumbline.replay.checkpointing import without_checkpoints
-from plumbline.replay.compiled_draws import CompiledDraws, are_known
-from plumbline.replay.draws import UnknownDrawError
+from plumbline.replay.draws import CompiledDraws, UnknownDrawError, are_known
 from plumbline.replay.parameter_copies import ParameterCopies
 from plumbline.replay.precision import ReplayPrecision
 from plumbline.replay.reasons import COMPILED_DRAWS, NOT_REPEATABLE, OUTSIDE

@@ -1,11 +1,11 @@
-"""The states of the random number generators that a forward may draw from."""
+"""The states of the random number generators that a forward may draw from, and of autocast."""
 
 from __future__ import annotations
 
 import random
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -50,7 +50,6 @@ class RandomState:
         )
 
     def set(self) -> None:
-        """Set the generators to these states."""
         torch.random.set_rng_state(self.cpu)
         for device, state in self.devices:
             set_random_state(device, state)
@@ -93,3 +92,32 @@ def _modules_with_trackers(imported: int) -> list[str]:
 def _numpy_random() -> Any:
     """Return ``numpy.random`` if the script has imported it, else None."""
     return sys.modules.get("numpy.random")
+
+
+@dataclass(frozen=True)
+class AutocastState:
+    """Whether autocast is enabled for a device type, the dtype to which it casts, and whether it caches casts."""
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+    cache: bool
+
+    @classmethod
+    def now(cls, device_types: Iterable[str]) -> tuple[AutocastState, ...]:
+        cache = torch.is_autocast_cache_enabled()
+        return tuple(
+            cls(one, torch.is_autocast_enabled(one), torch.get_autocast_dtype(one), cache)
+            for one in sorted(set(device_types))
+        )
+
+
+@contextmanager
+def autocast(states: Iterable[AutocastState], *, enabled: bool = True) -> Iterator[None]:
+    """Set autocast to these states inside the block; disable it if ``enabled`` is false."""
+    with ExitStack() as stack:
+        for one in states:
+            stack.enter_context(
+                torch.autocast(one.device_type, one.dtype, enabled=enabled and one.enabled, cache_enabled=one.cache)
+            )
+        yield

@@ -16,18 +16,14 @@ from torch.autograd import Variable
 
 from plumbline.devices.calls import OutOfMemoryError
 from plumbline.recording.module_calls import Called, ModuleCalls
-from plumbline.replay.autocast_state import autocast
 from plumbline.replay.call import TrackedCall, sample
-from plumbline.replay.compiled_draws import CompiledDraws
 from plumbline.replay.derivatives import Constants, custom_functions
-from plumbline.replay.draws import Draws, UnknownDrawError
-from plumbline.replay.forward_draws import DrawsInBackwardError, ForwardDraws
+from plumbline.replay.draws import CompiledDraws, Draws, DrawsInBackwardError, ForwardDraws, UnknownDrawError
 from plumbline.replay.function_derivatives import Terms
-from plumbline.replay.module_state import ModuleState
 from plumbline.replay.nested import map_tensors
-from plumbline.replay.parameter_copies import ParameterCopies
+from plumbline.replay.parameter_copies import ModuleState, ParameterCopies
 from plumbline.replay.precision import ReplayPrecision, default_dtype
-from plumbline.replay.random_state import drawn_from
+from plumbline.replay.random_state import autocast, drawn_from
 from plumbline.replay.reasons import COMMUNICATES
 from plumbline.replay.replay_modes import CommunicatesError, NativeMode, Rounding, WideMode
 from plumbline.replay.tracked_calls import differentiable

@@ -14,11 +14,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from plumbline.recording.backward_passes import in_backward
 from plumbline.recording.sharding import local
 from plumbline.replay.collectives import is_collective, reaches_others
-from plumbline.replay.compiled_draws import CompiledDraws
-from plumbline.replay.derivatives import Constants
-from plumbline.replay.draws import DRAWING, Draws, dtype_of_draw, is_drawn, widened
-from plumbline.replay.forward_draws import DrawsInBackwardError, ForwardDraws
-from plumbline.replay.grouped_products import grouped_mm
+from plumbline.replay.derivatives import Constants, written
+from plumbline.replay.draws import (
+    DRAWING,
+    CompiledDraws,
+    Draws,
+    DrawsInBackwardError,
+    ForwardDraws,
+    dtype_of_draw,
+    is_drawn,
+    widened,
+)
 from plumbline.replay.memory import address_of
 from plumbline.replay.precision import ReplayPrecision
 
@@ -65,7 +71,6 @@ class ReplayMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._made.clear()
 
     def _noted(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Kind:
-        """Return the kind of an operator that is about to run."""
         if not self.saves_with_hooks:
             self.saves_with_hooks = _hooks_on_saved_tensors()
         kind = _kind(func)
@@ -74,7 +79,7 @@ class ReplayMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return kind
 
     def _before_write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        places, names = _written(func)
+        places, names = written(func)
         for one in _tensors([*(args[place] for place in places if place < len(args)), *map(kwargs.get, names)]):
             address = address_of(one)
             if address and address not in self._made and address not in self._written:
@@ -131,7 +136,6 @@ class NativeMode(ReplayMode):  # type: ignore[no-untyped-call]
         self._compiled = compiled
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operator."""
         kwargs = kwargs or {}
         kind = self._noted(func, args, kwargs)
         self._before_write(func, args, kwargs)
@@ -156,7 +160,6 @@ class WideMode(ReplayMode):  # type: ignore[no-untyped-call]
         self.constants: Constants | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operator."""
         kwargs = kwargs or {}
         kind = self._noted(func, args, kwargs)
         self._before_write(func, args, kwargs)
@@ -212,14 +215,6 @@ class _Kind(Enum):
 
 
 @cache
-def _written(func: Any) -> tuple[list[int], list[str]]:
-    """Return the positions and the names of the arguments that an operator writes to."""
-    arguments = func._schema.arguments if isinstance(func, torch._ops.OpOverload) else ()
-    written = [(index, one) for index, one in enumerate(arguments) if one.alias_info and one.alias_info.is_write]
-    return [place for place, one in written if not one.kwarg_only], [one.name for _, one in written]
-
-
-@cache
 def _makes(func: Any) -> bool:
     """Return whether the results of an operator have their own memory."""
     is_operator = isinstance(func, torch._ops.OpOverload)
@@ -241,7 +236,6 @@ _EXACT = frozenset({"clone", "_to_copy", "detach"})
 
 @cache
 def _kind(func: Any) -> _Kind:
-    """Return how calls of an operator are treated."""
     if not isinstance(func, torch._ops.OpOverload):
         return _Kind.PLAIN  # an operator with functions as arguments, such as flex_attention
     name = _name(func)
@@ -274,3 +268,35 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(part)
     elif isinstance(value, dict):
         yield from _tensors(list(value.values()))
+
+
+def grouped_mm(
+    one: Tensor, other: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
+) -> Tensor:
+    """Return what ``aten::_grouped_mm`` does, one product at a time, in the dtype of the matrices.
+
+    Args:
+        one: (rows, inner) or (groups, rows, inner).
+        other: (inner, columns) or (groups, inner, columns).
+        offs: (groups), where each group ends. If one matrix has no group dimension, groups divide its rows (``one``) or
+            columns (``other``). If neither has one, groups divide the inner dimension, and the result is (groups, rows,
+            columns).
+        bias: added to the products.
+        out_dtype: not used.
+    """
+    if offs is None:
+        made = one @ other
+        return made if bias is None else made + bias
+    ends = offs.tolist()
+    groups = [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+    if one.dim() == other.dim():
+        made = torch.stack([one[:, group] @ other[group] for group in groups])
+    elif one.dim() == 2:
+        made = one.new_zeros(len(one), other.shape[2])
+        for matrix, group in zip(other, groups, strict=True):
+            made[group] = one[group] @ matrix
+    else:
+        made = other.new_zeros(one.shape[1], other.shape[1])
+        for matrix, group in zip(one, groups, strict=True):
+            made[:, group] = matrix @ other[:, group]
+    return made if bias is None else made + bias

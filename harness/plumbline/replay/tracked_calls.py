@@ -16,17 +16,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from plumbline.recording.backward_passes import in_backward
 from plumbline.recording.flat_sharding import flat_units, part_of
-from plumbline.recording.module_calls import ModuleCalls
+from plumbline.recording.module_calls import ModuleCalls, run_noted
 from plumbline.recording.patching import attempt
-from plumbline.recording.running_modules import run_noted
 from plumbline.recording.sharding import arrival_leaves, shards_of_fsdp2
 from plumbline.replay import unwrapping
 from plumbline.replay.alias import alias
-from plumbline.replay.autocast_state import AutocastState
 from plumbline.replay.call import Activation, TrackedCall, UsedParameter, sample, state_of
 from plumbline.replay.collectives import collectives, communicates_beside
 from plumbline.replay.nested import map_tensors, tensors_in
-from plumbline.replay.random_state import RandomState
+from plumbline.replay.random_state import AutocastState, RandomState
 from plumbline.replay.reasons import FLAT_PARTS, SECOND_ORDER, STALE
 from plumbline.replay.unsharding import is_distributed, shards
 from plumbline.replay.unwrapping import Role
@@ -95,7 +93,6 @@ class TrackedCalls:
         self._patch: ModuleCalls | None = None
 
     def start(self) -> None:
-        """Start following calls."""
         self._recording = True
         self._patch = ModuleCalls(self._called)
         self._patch.install()
@@ -111,7 +108,6 @@ class TrackedCalls:
 
     @property
     def is_inside(self) -> bool:
-        """Whether a tracked call runs on this thread."""
         return self._thread.inside
 
     @contextmanager
@@ -416,7 +412,6 @@ def _is_leaf(tensor: Tensor) -> bool:
 
 
 def _generators(module: nn.Module) -> list[torch.Generator]:
-    """Return the generators that a module and its submodules have as attributes."""
     values = (value for one in module.modules() for value in vars(one).values())
     return list({id(value): value for value in values if isinstance(value, torch.Generator)}.values())
 

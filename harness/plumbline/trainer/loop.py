@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
@@ -22,10 +22,9 @@ from plumbline.trainer.checkpoints import TrainingState
 from plumbline.trainer.data_sharding import set_epoch
 from plumbline.trainer.errors import MisconfigurationError
 from plumbline.trainer.module import Module, in_mode
-from plumbline.trainer.nested import batch_length, map_tensors
+from plumbline.trainer.nested import batch_length, cast, map_tensors
 from plumbline.trainer.optimizers import frozen, parameters_of
 from plumbline.trainer.precision_plugins import PrecisionPlugin
-from plumbline.trainer.step import end_takes_batch, loss_function
 
 
 class StepEngine(Protocol):
@@ -274,3 +273,73 @@ def means_over_ranks(totals: dict[str, tuple[float, float]], world: int) -> dict
         name: sum(one[name][0] for one in every if name in one) / sum(one[name][1] for one in every if name in one)
         for name in names
     }
+
+
+class StepModule(nn.Module):
+    """Runs a step of the user's module in the trainer's precision.
+
+    DataParallel runs this forward in threads, which do not inherit autocast. Autocast is therefore entered here.
+    """
+
+    def __init__(self, module: Module, precision: PrecisionPlugin) -> None:
+        super().__init__()
+        self.module = module
+        self.precision = precision
+        self.ends = ends_itself(module)
+
+    def forward(self, hook: str, batch: Any, *indices: int) -> Any:
+        """Return the result of the method ``hook``: a loss, outputs for ``training_step_end``, or weighted metrics."""
+        if self.precision.casts_batches:
+            batch = cast(batch, self.precision.dtype)
+        with self.precision.autocast():
+            outputs = getattr(self.module, hook)(batch, *indices)
+        if hook == "validation_step":
+            return weighted(outputs, batch_length(batch) or 1, self.precision.device_type)
+        return outputs if self.ends else scalar_loss(outputs)
+
+
+def ends_itself(module: Module) -> bool:
+    return type(module).training_step_end is not Module.training_step_end
+
+
+def scalar_loss(outputs: Any) -> Tensor:
+    loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+    if isinstance(loss, Tensor) and not loss.dim():
+        return loss
+    found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{type(loss).__name__}"
+    raise MisconfigurationError(
+        f"The loss is {found}, not a scalar tensor: return loss.mean(), or a dict with it as 'loss', from "
+        "training_step (or from training_step_end, if there is one)."
+    )
+
+
+def loss_function(module: Module, precision: PrecisionPlugin, splits: bool) -> Callable[[Any, Any], Tensor]:
+    """Return a function that computes the loss from a training step's gathered outputs and the whole batch."""
+    if not ends_itself(module):
+        return lambda outputs, batch: outputs.mean() if splits else outputs
+    takes_batch = end_takes_batch(module)
+
+    def loss(outputs: Any, batch: Any) -> Tensor:
+        if takes_batch and precision.casts_batches:
+            batch = cast(batch, precision.dtype)
+        with precision.autocast():
+            return scalar_loss(module.training_step_end(outputs, *(batch,) * takes_batch))
+
+    return loss
+
+
+def end_takes_batch(module: Module) -> bool:
+    """Return whether the user's ``training_step_end`` has a second argument, for the whole batch."""
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(module.training_step_end).parameters.values()
+    return sum(parameter.kind in positional for parameter in parameters) > 1
+
+
+def weighted(metrics: Any, samples: int, device_type: str) -> dict[str, Tensor]:
+    """Return each metric as ``[[value × samples, samples]]``, a row that is summed over replicas and batches."""
+    named = metrics if isinstance(metrics, dict) else {"val_loss": metrics}
+    rows = {}
+    for name, value in named.items():
+        value = torch.as_tensor(value, device=device_type).detach().double().mean() * samples
+        rows[name] = torch.stack([value, value.new_tensor(samples)])[None]
+    return rows

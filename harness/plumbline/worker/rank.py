@@ -153,7 +153,7 @@ def lead_node(
 
     This process calls the subject, and waits for the ranks. It may be a rank itself, for example the only one of its
     node. Otherwise it writes how the call ended to a file beside the ranks' evidence, which
-    ``plumbline.launch.exit_reason`` reads. The processes below this one register at ``address``, and put temporary
+    ``plumbline.launch.cell_launch`` reads. The processes below this one register at ``address``, and put temporary
     files into the folder ``scratch``, which is removed after their end.
     """
 

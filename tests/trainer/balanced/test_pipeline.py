@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from plumbline.trainer import MisconfigurationError, Module, RankError, Trainer
 from plumbline.trainer.balanced import planning
 from plumbline.trainer.balanced.stage_plan import Stage
-from plumbline.trainer.rank_training import drawn_seed
+from plumbline.trainer.trainer import drawn_seed
 
 
 def balanced(devices, micro_batches=4, **options):

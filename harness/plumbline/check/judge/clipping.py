@@ -9,25 +9,23 @@ import torch
 
 from plumbline.check.evidence.training import RecordedStep, RecordedTraining
 from plumbline.check.judge.clipped_parts import (
-    clipped_by_another_norm,
-    clipped_copies_apart,
-    clipped_copies_in_parts,
-    clipped_shard_by_shard,
-    multiplied_copies,
-    multiplied_shards,
-)
-from plumbline.check.judge.clipping_calls import (
     NORM_KNOWN_TO,
     OBSERVER,
     TO_AVOID_ZERO,
     are_equal,
+    clipped_by_another_norm,
+    clipped_copies_apart,
+    clipped_copies_in_parts,
+    clipped_shard_by_shard,
     complete,
     differ,
     is_effective,
-    is_limit_unscaled,
     last_calls,
     last_pass,
+    multiplied_copies,
+    multiplied_shards,
 )
+from plumbline.check.judge.manual_edits import is_limit_unscaled
 from plumbline.check.judge.noted import (
     FIRST_SEEN,
     ObserverFacts,
@@ -38,8 +36,7 @@ from plumbline.check.judge.noted import (
     not_judged,
     noted,
 )
-from plumbline.check.judge.rank_layout import rank_layout
-from plumbline.check.judge.rank_weights import weights_are_made_equal
+from plumbline.check.judge.rank_weights import rank_layout, weights_are_made_equal
 from plumbline.core.finding import Finding
 from plumbline.core.numbers import counted, scale_text
 from plumbline.judge.findings import failed_with_hint, passed
@@ -74,7 +71,6 @@ def judge_clipping(training: RecordedTraining) -> Iterator[Finding]:
 
 
 def _before_unscaling(training: RecordedTraining) -> Finding | None:
-    """Find gradients that were clipped with the loss scale still in them."""
     for one in noted(training, OBSERVER):
         for call in one.facts["calls"]:
             if is_limit_unscaled(call["limit"], call["scale"]) and not call["late"] and is_effective(call, one.facts):

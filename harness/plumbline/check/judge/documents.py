@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from plumbline.check.evidence.training import Facts, RecordedTraining
 from plumbline.check.judge.noted import amount, failed_observers, headline_note, information, not_judged
-from plumbline.check.judge.rank_layout import OBSERVER
-from plumbline.check.judge.rank_weights import forward_communicates
+from plumbline.check.judge.rank_weights import LAYOUT, forward_communicates
 from plumbline.core.finding import Finding
 from plumbline.judge.findings import failed_with_hint, passed
 from plumbline.report.text import in_two_digits, percent
@@ -119,7 +118,6 @@ def _apart(kind: str, noted: list[tuple[int, Facts]]) -> Iterator[Finding]:
 
 
 def _gradients(kind: str, rank: int, facts: Facts, where: str) -> Finding:
-    """Return the finding about tokens whose gradients depend on a document, or padding, that their outputs ignore."""
     by, moved = facts["by"], facts["moved"]
     observed = (
         f"the batch declares {kind} ({by}), and changing {_PARTS[kind]} changes no output of other tokens, but the "
@@ -160,8 +158,7 @@ def _parts(training: RecordedTraining) -> Iterator[Finding]:
 
 
 def _dimensions_of_sequences(training: RecordedTraining) -> Mapping[str, int]:
-    """Return the sizes of the first rank's mesh dimensions over which sequences are divided, by name."""
-    dimensions: Mapping[str, int] = training.ranks[0].facts.get(OBSERVER, {}).get("dimensions", {})
+    dimensions: Mapping[str, int] = training.ranks[0].facts.get(LAYOUT, {}).get("dimensions", {})
     return {name: size for name, size in dimensions.items() if name in _OF_SEQUENCES}
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from plumbline.check.evidence.training import BackwardPass, Facts, RecordedRank, RecordedStep, RecordedTraining
 from plumbline.check.judge.noted import amount, failed_observers, headline_note, information, name_ranks, passes_of
-from plumbline.check.judge.rank_layout import rank_layout
-from plumbline.check.judge.rank_weights import common_steps, weights_at
+from plumbline.check.judge.rank_weights import common_steps, rank_layout, weights_at
 from plumbline.check.judge.step_objective import equals, factor_of, step_objectives, steps_together
 from plumbline.core.finding import Finding
 from plumbline.core.numbers import counted
@@ -280,5 +279,4 @@ def _by_token(router: Facts) -> list[tuple[float, int | None]]:
 
 
 def _is_one(*tokens: float) -> bool:
-    """Return whether numbers belong to one token, up to rounding."""
     return max(tokens) - min(tokens) <= _SAME_TOKEN * max(map(abs, tokens))

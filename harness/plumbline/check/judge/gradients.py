@@ -24,8 +24,7 @@ from plumbline.check.judge.judged_gradients import (
 from plumbline.check.judge.manual_edits import excuse_manual_edits
 from plumbline.check.judge.noted import headline_note, information, name_ranks, not_judged, steps_within_passes
 from plumbline.check.judge.precision_used import OBSERVER as PRECISION
-from plumbline.check.judge.rank_layout import OBSERVER as LAYOUT
-from plumbline.check.judge.rank_weights import shared_numbers
+from plumbline.check.judge.rank_weights import LAYOUT, shared_numbers
 from plumbline.check.judge.received_gradient import ReceivedGradient
 from plumbline.check.judge.rows_used import all_use_different_rows
 from plumbline.check.judge.step_objective import is_loss_divided
@@ -128,7 +127,6 @@ def _on_shared_losses(joint: JointTruth) -> Iterator[Finding]:
 
 
 def _on_stages(joint: JointTruth) -> Iterator[Finding]:
-    """Yield a note if the gradients that pipeline stages exchange were not compared."""
     if joint.is_pipeline and joint.not_compared:
         ranks = name_ranks(joint.not_compared, joint.training.world_size)
         yield headline_note(
@@ -236,7 +234,6 @@ def _on_equal_values(joint: JointTruth) -> Iterator[Finding]:
 
 
 def _which(members: Collection[tuple[str, int]], verb: str, verb_of_several: str) -> str:
-    """Return the parameters' names with a verb in the singular or plural."""
     names = sorted({name for name, _ in members})
     return f"{listed(names)} {verb if len(names) == 1 else verb_of_several}"
 
@@ -420,7 +417,6 @@ def _advised(finding: Finding, training: RecordedTraining) -> Finding:
 
 
 def _have_one_forward(training: RecordedTraining) -> bool:
-    """Return whether a backward pass of a step follows another one without a forward in between."""
     steps = [step for rank in training.ranks for step in rank.steps]
     forwards = [(one.facts.get("batches") or {}).get("forwards") for step in steps for one in step.passes[1:]]
     return bool(forwards) and not any(forwards)

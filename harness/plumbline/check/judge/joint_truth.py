@@ -19,8 +19,7 @@ from plumbline.check.judge.judged_gradients import judged_gradients
 from plumbline.check.judge.loss_scales import are_clipped_apart, are_clipped_by_hand, scaled_by_mistake
 from plumbline.check.judge.manual_edits import SAME_LENGTH, about_one_factor, multiplied
 from plumbline.check.judge.noted import not_judged
-from plumbline.check.judge.rank_layout import OBSERVER as LAYOUT
-from plumbline.check.judge.rank_weights import JOINT
+from plumbline.check.judge.rank_weights import JOINT, LAYOUT
 from plumbline.check.judge.received_gradient import ReceivedGradient
 from plumbline.check.judge.step_objective import NEAR, is_loss_divided, objective_of_losses, steps_together
 from plumbline.check.judge.wrong_together import (
@@ -309,7 +308,6 @@ class JointTruth(Truth[JointGradient]):
 
     @property
     def _is_clipped_by_hand(self) -> bool:
-        """Whether the script shortened the gradients of several steps to one norm, by different factors."""
         shorter = [
             (found["by_hand"], found["norms"])
             for _, found in self.compared
@@ -425,7 +423,6 @@ def _groups(training: RecordedTraining) -> list[Sequence[int]]:
 
 
 def _steps_of(training: RecordedTraining, ranks: Sequence[int]) -> Iterator[dict[int, RecordedStep]]:
-    """Yield the steps that these ranks took together on the same parameters."""
     recorded = [rank for rank in training.ranks if rank.rank in ranks]
     for steps in steps_together(recorded):
         if len({tuple((one.name, one.shape) for one in step.parameters) for step in steps}) == 1:

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from plumbline.check.evidence.training import RecordedStep, RecordedTraining
 from plumbline.check.judge.clipped_masters import are_one, master_steps, scale_at_clipping
-from plumbline.check.judge.clipping_calls import is_limit_unscaled
 from plumbline.check.judge.judged_gradients import judged_gradients
 from plumbline.check.judge.loss_scales import division
 from plumbline.check.judge.noted import information, name_ranks, not_judged
@@ -231,7 +230,6 @@ def _changed_apart(check: str, cases: Sequence[ReceivedGradient]) -> Finding | N
 
 
 def _differ(case: ReceivedGradient, other: RecordedStep) -> bool:
-    """Return whether another rank received another gradient of any parameter that was compared."""
     ours, theirs = case.step.received.nan_to_num(), other.received.nan_to_num()
     if ours.shape != theirs.shape:
         return False
@@ -343,3 +341,11 @@ def _is_changed(case: ReceivedGradient) -> bool:
 
 def _is_hooked_everywhere(case: ReceivedGradient) -> bool:
     return int(case.step.facts.get("tensor_hooks", 0)) >= len(case.step.parameters)
+
+
+def is_limit_unscaled(limit: float, scale: float) -> bool:
+    """Return whether gradients with a loss scale in them were clipped to a limit that is not multiplied by it.
+
+    A limit that is multiplied by the scale is right, and far larger than one that is not.
+    """
+    return scale >= 1024 and limit < math.sqrt(scale)

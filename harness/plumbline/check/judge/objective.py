@@ -20,7 +20,7 @@ from plumbline.check.judge.noted import (
     passes_of,
     steps_within_passes,
 )
-from plumbline.check.judge.rank_layout import rank_layout
+from plumbline.check.judge.rank_weights import rank_layout
 from plumbline.check.judge.step_objective import (
     EXACT,
     NEAR,
@@ -133,7 +133,6 @@ def _without_clipping(objectives: Sequence[StepObjective]) -> Sequence[StepObjec
 
 
 def _several_losses(ranks: Sequence[RecordedRank]) -> str | None:
-    """Return a sentence with the torch loss functions in the loss, and whether its graph shows other terms."""
     noted_passes = [(one, _noted(one)) for rank in ranks for one in passes_of(rank)]
     added = _added(
         [

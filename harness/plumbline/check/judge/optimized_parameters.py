@@ -8,8 +8,7 @@ from dataclasses import replace
 
 from plumbline.check.evidence.training import Facts, RecordedRank, RecordedStep, RecordedTraining
 from plumbline.check.judge.noted import headline_note, information
-from plumbline.check.judge.rank_weights import OBSERVER as WEIGHTS
-from plumbline.check.judge.rank_weights import common_steps, reduced_parameters, weights_at
+from plumbline.check.judge.rank_weights import WEIGHTS, common_steps, reduced_parameters, weights_at
 from plumbline.core.finding import Finding
 from plumbline.core.numbers import counted
 from plumbline.judge.findings import failed_with_hint

@@ -1,4 +1,4 @@
-"""Compares the weights that ranks have in common, and finds parameters that are one rank's part of a model.
+"""How ranks divide the work: the weights that they have in common, and those that are one rank's part of a model.
 
 Weights are compared by their digests, and by how far they are apart. Parts are experts, for example, and hand-written
 tensor-parallel shards.
@@ -6,17 +6,17 @@ tensor-parallel shards.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from plumbline.check.evidence.training import Parameter, RecordedStep, RecordedTraining
+from plumbline.check.evidence.training import Facts, Parameter, RecordedRank, RecordedStep, RecordedTraining
 from plumbline.check.judge.clipped_masters import OBSERVER as MASTERS
 from plumbline.core.numbers import counted
 
-OBSERVER, JOINT = "weights", "joint"
+WEIGHTS, JOINT = "weights", "joint"
 
 ULPS = 8
 """Units in the last place by which weights that are rounded differently can differ at most. The distance of projections
@@ -90,7 +90,7 @@ def weights_at(place: int, steps: Mapping[int, RecordedStep]) -> Iterator[RankWe
     """Yield each parameter that every rank's optimizer has as a whole; none if the ranks took different steps."""
     if len({(step.optimizer, step.number) for step in steps.values()}) > 1:
         return
-    if any(OBSERVER not in step.facts for step in steps.values()):
+    if any(WEIGHTS not in step.facts for step in steps.values()):
         return
     numbers = shared_numbers(steps)
     received = {rank: step.parts(step.received) for rank, step in steps.items()}
@@ -102,7 +102,7 @@ def weights_at(place: int, steps: Mapping[int, RecordedStep]) -> Iterator[RankWe
         if None in held.values() or not _hold_the_same(steps, held):
             continue
         here = tuple(
-            {name: values[held[rank]] for name, values in step.facts[OBSERVER].items()} for rank, step in steps.items()
+            {name: values[held[rank]] for name, values in step.facts[WEIGHTS].items()} for rank, step in steps.items()
         )
         if all(one["before"] is not None and one["after"] is not None for one in here):
             yield RankWeights(
@@ -215,7 +215,7 @@ def ranks_begin_apart(training: RecordedTraining) -> bool:
 
 def trains_shards(step: RecordedStep) -> bool:
     """Return whether an optimizer trains parameters of which no rank has all values."""
-    before = step.facts.get(OBSERVER, {}).get("before", ())
+    before = step.facts.get(WEIGHTS, {}).get("before", ())
     return any(digest is None and one.trained for one, digest in zip(step.parameters, before, strict=False))
 
 
@@ -252,7 +252,6 @@ def shared_part(steps: Mapping[int, RecordedStep]) -> Mapping[int, RecordedStep]
 
 
 def forward_communicates(training: RecordedTraining) -> bool:
-    """Return whether the forward of any module communicates with other ranks."""
     return any((rank.facts.get(JOINT) or {}).get("communicates") for rank in training.ranks)
 
 
@@ -281,3 +280,81 @@ def model_parts(training: RecordedTraining) -> set[tuple[int, str]]:
             if one.share_gradient:
                 shared.add(key)
     return apart - shared if communicates or shared else set()
+
+
+LAYOUT = "parallelism"
+
+_DATA_DIMENSIONS = frozenset(
+    ("data", "data_parallel", "ddp", "dp", "dp_replicate", "dp_shard", "fsdp", "hsdp", "replicate", "shard")
+)
+UNKNOWN = "nothing shows that gradients are reduced over all ranks"
+"""The reason if no fact tells how the ranks divide the work."""
+
+_SHARDED_LAYOUTS = frozenset(("1: Shard", "1: Replicate", "2: Replicate Shard"))
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """``is_data_parallel``: all ranks hold the same weights, each has its own data, and gradients are reduced.
+
+    ``reason`` says, for a message, why that is known, or why it is not. ``is_sharded``: each rank nevertheless keeps
+    only a part of the weights and of the gradients.
+    """
+
+    is_data_parallel: bool
+    reason: str
+    is_sharded: bool = False
+
+
+def rank_layout(training: RecordedTraining) -> RankLayout:
+    """Return how the ranks divide the work. Only what cannot be another parallelism is called data parallel."""
+    world = training.world_size
+    if world == 1:
+        return RankLayout(False, "there is one rank")
+    if len(training.ranks) < world:
+        return RankLayout(False, f"only {len(training.ranks)} of {world} ranks recorded steps")
+    facts: list[Facts] = [rank.facts.get(LAYOUT, {}) for rank in training.ranks]
+    modules = [module for one in facts for module in one.get("modules", ())]
+    if (other := _other_parallelism(world, facts, modules)) is not None:
+        return RankLayout(False, other)
+    wrapped = [(module["wrapper"] or {}).get("ranks") == world for module in modules]
+    if wrapped and all(wrapped):
+        return RankLayout(True, "DistributedDataParallel wraps the model")
+    if modules and all(module["sharded_as_data"] for module in modules):
+        return RankLayout(True, "the model is sharded over all ranks", is_sharded=True)
+    if all(_reduced_by_hand(rank, world) for rank in training.ranks):
+        return RankLayout(True, "the script reduces the gradients over all ranks")
+    if all_gradients_are_reduced(training):
+        return RankLayout(True, "all ranks step with the same gradients, reduced over them")
+    if any(wrapped):
+        return RankLayout(False, "DistributedDataParallel wraps only some of the trained modules")
+    return RankLayout(False, UNKNOWN)
+
+
+def _other_parallelism(world: int, facts: Iterable[Facts], modules: Iterable[Facts]) -> str | None:
+    hybrid = False
+    for module in modules:
+        layouts = set(module["layouts"])
+        hybrid = hybrid or "2: Replicate Shard" in layouts
+        if layouts and not (module["sharded_as_data"] and layouts <= _SHARDED_LAYOUTS):
+            return f"{module['class']} distributes its parameters for more than data parallelism"
+        if (module["wrapper"] or {}).get("ranks", world) != world:
+            return f"DistributedDataParallel covers only {module['wrapper']['ranks']} of {world} ranks"
+    for one in facts:
+        for mesh in one.get("meshes", ()):
+            if not hybrid and not _is_of_data(mesh):
+                return f"there is a device mesh {'×'.join(map(str, mesh['shape']))} {tuple(mesh['names'])}"
+        if one.get("groups") and not hybrid:
+            return f"there are process groups of {one['groups'][0]} of {world} ranks"
+    return None
+
+
+def _is_of_data(mesh: dict[str, Any]) -> bool:
+    names = mesh["names"] or [""] * len(mesh["shape"])
+    return all(size == 1 or name in _DATA_DIMENSIONS for size, name in zip(mesh["shape"], names, strict=True))
+
+
+def _reduced_by_hand(rank: RecordedRank, world: int) -> bool:
+    """Return whether, at each step, collectives after the backward passes covered at least all parameter entries."""
+    noted = [step.facts.get(LAYOUT, {}) for step in rank.steps if not step.skipped]
+    return bool(noted) and all(one and one["reduced"].get(str(world), 0) >= one["entries"] for one in noted)

@@ -15,13 +15,15 @@ from plumbline.check.judge.noted import (
     information,
     not_judged,
 )
-from plumbline.check.judge.rank_layout import UNKNOWN, RankLayout, rank_layout
 from plumbline.check.judge.rank_weights import (
+    UNKNOWN,
+    RankLayout,
     RankWeights,
     common_steps,
     factor_of_equal_weights,
     forward_communicates,
     of_all,
+    rank_layout,
     reduced_parameters,
     weights_are_made_equal,
     weights_at,

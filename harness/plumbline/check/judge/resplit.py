@@ -11,7 +11,7 @@ from torch import Tensor
 from plumbline.check.evidence.options import Deal, RecordingOptions
 from plumbline.check.evidence.training import RecordedTraining
 from plumbline.check.judge.noted import headline_note, not_judged
-from plumbline.check.judge.rank_layout import rank_layout
+from plumbline.check.judge.rank_weights import rank_layout
 from plumbline.check.judge.step_objective import received_by
 from plumbline.core.finding import Finding
 from plumbline.judge.findings import passed
@@ -50,7 +50,6 @@ class Split:
 
     @property
     def samples(self) -> list[int]:
-        """All samples, rank after rank."""
         return [one for own in self.batches.values() for batch in own for one in batch]
 
     def as_it_was(self) -> Deal:

@@ -21,7 +21,7 @@ from plumbline.check.judge.noted import (
     passes_of,
     steps_within_passes,
 )
-from plumbline.check.judge.rank_layout import RankLayout, rank_layout
+from plumbline.check.judge.rank_weights import RankLayout, rank_layout
 from plumbline.core.finding import Finding
 from plumbline.core.numbers import counted
 from plumbline.judge.causes.samples import NO_SAMPLER, RANKS_ALIKE, SET_EPOCH_NEVER_CALLED, SHARDS_OVERLAP

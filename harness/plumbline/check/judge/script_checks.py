@@ -12,14 +12,13 @@ from torch import Tensor
 
 from plumbline.check.evidence.options import FILE, GROUP, read_options
 from plumbline.check.evidence.training import BackwardPass, Parameter, RecordedRank, RecordedStep, RecordedTraining
-from plumbline.check.judge.buffers import judge_buffers
 from plumbline.check.judge.clipping import judge_clipping
 from plumbline.check.judge.coverage import Coverage, coverage_of
 from plumbline.check.judge.documents import judge_documents
 from plumbline.check.judge.estimate import CostEstimate, estimate
 from plumbline.check.judge.experts import judge_experts
+from plumbline.check.judge.forward_states import judge_buffers, judge_generator_states
 from plumbline.check.judge.frozen_weights import judge_frozen_weights
-from plumbline.check.judge.generator_states import judge_generator_states
 from plumbline.check.judge.gradients import judge_gradients
 from plumbline.check.judge.judged_gradients import without_discarded_passes, without_other_models
 from plumbline.check.judge.learning_rate import judge_learning_rate
@@ -47,8 +46,7 @@ from plumbline.core.errors import TraceError
 from plumbline.core.finding import Finding, in_reading_order
 from plumbline.evidence.read import read_file
 from plumbline.judge.checks import CHECKS
-from plumbline.judge.consequences import SCRIPT_RULES
-from plumbline.judge.judge import KINDS, Kind, judge
+from plumbline.judge.judge import KINDS, SCRIPT_RULES, Kind, judge
 
 CHECKS[RecordedTraining] |= {
     "initial-weights": judge_initial_weights,

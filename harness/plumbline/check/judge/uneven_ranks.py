@@ -7,10 +7,14 @@ from dataclasses import replace
 
 from plumbline.check.evidence.training import RecordedRank, RecordedStep, RecordedTraining
 from plumbline.check.judge.noted import headline_note
-from plumbline.check.judge.rank_layout import OBSERVER as LAYOUT
-from plumbline.check.judge.rank_layout import rank_layout
-from plumbline.check.judge.rank_weights import OBSERVER as WEIGHTS
-from plumbline.check.judge.rank_weights import common_steps, forward_communicates, shared_part
+from plumbline.check.judge.rank_weights import (
+    LAYOUT,
+    WEIGHTS,
+    common_steps,
+    forward_communicates,
+    rank_layout,
+    shared_part,
+)
 from plumbline.core.finding import Finding
 from plumbline.core.numbers import counted
 from plumbline.judge.findings import failed_with_hint
@@ -83,7 +87,6 @@ def _ranks(numbers: Sequence[int]) -> str:
 
 
 def _at_first_forward(rank: RecordedRank) -> dict[str, bool]:
-    """Return which parameters the called modules had, and whether they were trainable."""
     modules = (rank.facts.get(WEIGHTS) or {}).get("modules", ())
     return {one["name"]: one["trained"] for module in modules for one in module["parameters"] if not one["ignored"]}
 

@@ -10,7 +10,7 @@ from plumbline.check.evidence.training import Parameter, RecordedStep, RecordedT
 from plumbline.check.judge.noted import not_judged
 from plumbline.check.judge.precision_used import OBSERVER as PRECISION
 from plumbline.check.judge.rank_weights import (
-    OBSERVER,
+    WEIGHTS,
     RankWeights,
     common_steps,
     shared_numbers,
@@ -152,7 +152,7 @@ def judge_replicated_gradients(training: RecordedTraining) -> Finding | None:
 
 def _copied_apart(steps: Mapping[int, RecordedStep], coarsest: float) -> list[str]:
     """Return the sharded parameters whose gradients every rank has whole, but with other values than other ranks."""
-    if any(step.is_in_pieces or OBSERVER not in step.facts for step in steps.values()):
+    if any(step.is_in_pieces or WEIGHTS not in step.facts for step in steps.values()):
         return []
     numbers = shared_numbers(steps)
     first = next(iter(steps))
@@ -160,7 +160,7 @@ def _copied_apart(steps: Mapping[int, RecordedStep], coarsest: float) -> list[st
     found = []
     for index, number in enumerate(numbers[first]):
         places = {rank: own[index] for rank, own in numbers.items()}
-        copied = (steps[rank].facts[OBSERVER].get("copied") for rank in steps)
+        copied = (steps[rank].facts[WEIGHTS].get("copied") for rank in steps)
         if not all(one is not None and one[place] for one, place in zip(copied, places.values(), strict=True)):
             continue
         parameter = steps[first].parameters[number]
@@ -190,7 +190,7 @@ def _unsharded(training: RecordedTraining) -> Iterator[RankWeights]:
 
 def _common_weights(training: RecordedTraining) -> Iterator[RankWeights]:
     for place, steps in common_steps(training):
-        if all(OBSERVER in step.facts for step in steps.values()):
+        if all(WEIGHTS in step.facts for step in steps.values()):
             yield from weights_at(place, steps)
 
 

@@ -11,7 +11,6 @@ from functools import cached_property
 import torch
 
 from plumbline.check.evidence.training import RecordedStep, RecordedTraining
-from plumbline.check.judge.near_replay import STILL, NearReplay, near_replays
 from plumbline.check.judge.noted import (
     FIRST_SEEN,
     HeadlineNote,
@@ -22,8 +21,15 @@ from plumbline.check.judge.noted import (
     side_by_side,
 )
 from plumbline.check.judge.optimizer_state import changed_state, judge_optimizer_state
-from plumbline.check.judge.rank_weights import OBSERVER as WEIGHTS
-from plumbline.check.judge.replayed_updates import OBSERVER, ReplayedUpdates, replayed_updates
+from plumbline.check.judge.rank_weights import WEIGHTS
+from plumbline.check.judge.replayed_updates import (
+    OBSERVER,
+    STILL,
+    NearReplay,
+    ReplayedUpdates,
+    near_replays,
+    replayed_updates,
+)
 from plumbline.core.finding import Finding
 from plumbline.core.numbers import counted
 from plumbline.core.outcome import Outcome
@@ -298,7 +304,6 @@ def _stepped_by_two_optimizers(training: RecordedTraining) -> Finding | None:
 
 
 def _moved(step: RecordedStep) -> set[int]:
-    """Return the numbers of the parameters that were replayed and that the step moved."""
     rows = (step.facts.get(OBSERVER) or {}).get("parameters", ())
     return {int(number) for number, _, _, _, made, *_ in rows if made}
 

@@ -1,4 +1,4 @@
-"""Installs the recorder in a process of the user's command, as soon as torch is imported there."""
+"""Installs the recorder with its observers in a process of the user's command, as soon as torch is imported there."""
 
 from __future__ import annotations
 
@@ -7,9 +7,23 @@ from collections.abc import Callable
 
 from plumbline.check.evidence.options import Deal, RecordingOptions, read_deal, read_options
 from plumbline.check.rank.evidence_writer import EvidenceWriter
-from plumbline.check.rank.observers.registry import training_observers
+from plumbline.check.rank.observers.buffers import BufferObserver
+from plumbline.check.rank.observers.documents import DocumentObserver
+from plumbline.check.rank.observers.experts import ExpertObserver
+from plumbline.check.rank.observers.frozen_weights import FrozenWeightObserver
+from plumbline.check.rank.observers.gathered_outputs import GatheredOutputObserver
+from plumbline.check.rank.observers.generators import GeneratorObserver
+from plumbline.check.rank.observers.loaders import BatchObserver, LoaderObserver
+from plumbline.check.rank.observers.moved_weights import MovedWeightObserver
+from plumbline.check.rank.observers.objective import ObjectiveObserver
+from plumbline.check.rank.observers.parallelism import ParallelismObserver
+from plumbline.check.rank.observers.recomputation import RecomputationObserver
 from plumbline.check.rank.observers.resumable_state import ResumableStateObserver
+from plumbline.check.rank.observers.script_line import ScriptLineObserver
 from plumbline.check.rank.observers.splits import SplitObserver
+from plumbline.check.rank.observers.ties import TieObserver
+from plumbline.check.rank.observers.unused_losses import UnusedLossObserver
+from plumbline.check.rank.observers.weights import WeightObserver
 from plumbline.check.rank.optimizer.clipping import ClippingObserver
 from plumbline.check.rank.optimizer.learning_rate import LearningRate
 from plumbline.check.rank.optimizer.loss_scale import LossScale
@@ -49,7 +63,6 @@ def activate(folder: str, note: Callable[..., None]) -> None:
 
 
 def make_recorder(folder: str) -> TrainingRecorder:
-    """Return a recorder that follows the options in ``folder`` and writes there."""
     options = read_options(folder)
     return recorder_of(options, EvidenceWriter(lambda: folder), read_deal(folder) if options.splits else {})
 
@@ -65,3 +78,31 @@ def recorder_of(options: RecordingOptions, writer: EvidenceWriter, deal: Deal) -
     if options.splits:
         others.append(SplitObserver(deal, without_dropout=options.without_dropout))
     return TrainingRecorder(options, writer, scale, clipping, others, sample)
+
+
+def training_observers(*, count_tokens: bool = False) -> list[Observer]:
+    """Return new observers for one process, in the order in which they are to be called.
+
+    Args:
+        count_tokens: count the labels of each batch, for a script whose loss is written by hand.
+    """
+    loaders, parallelism = LoaderObserver(), ParallelismObserver()
+    objective = ObjectiveObserver(count_tokens=count_tokens)
+    return [
+        loaders,
+        parallelism,
+        BatchObserver(loaders),
+        GeneratorObserver(),
+        RecomputationObserver(),
+        BufferObserver(parallelism),
+        WeightObserver(parallelism),
+        DocumentObserver(objective),
+        objective,
+        UnusedLossObserver(),
+        GatheredOutputObserver(),
+        ExpertObserver(),
+        TieObserver(),
+        MovedWeightObserver(),
+        FrozenWeightObserver(),
+        ScriptLineObserver(),
+    ]

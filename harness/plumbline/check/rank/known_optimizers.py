@@ -11,7 +11,7 @@ from torch.optim.optimizer import Optimizer
 
 from plumbline.check.evidence.training import Facts
 from plumbline.check.rank.low_rank import factors
-from plumbline.check.rank.observers.tensor_digest import tensor_digest
+from plumbline.check.rank.tensor_digest import tensor_digest
 from plumbline.recording.flat_sharding import part_of
 from plumbline.recording.parameter_names import ParameterNames
 from plumbline.recording.parameters import RegisteredParameters, parameters_of
@@ -192,6 +192,5 @@ def _shapes(parameter: Tensor) -> list[torch.Size]:
 
 
 def _has_gradient(parameter: Tensor) -> bool:
-    """Return whether a parameter, or the flat parameter that contains it, has a gradient."""
     part = part_of(parameter)
     return (parameter if part is None else part.unit.flat).grad is not None

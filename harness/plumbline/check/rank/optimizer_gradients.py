@@ -1,19 +1,24 @@
-"""Vectors of an optimizer's gradients: as received, before and after clipping, and as left by backward passes."""
+"""Vectors of an optimizer's gradients, gathered where FSDP1 keeps them flat, and what is known of its parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
+import torch.distributed
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from plumbline.check.evidence.training import SEGMENT, BackwardPass, as_real, length, segment
+from plumbline.check.evidence.training import SEGMENT, BackwardPass, Parameter, as_real, length, segment
 from plumbline.check.rank.local_gradients import ArrivedGradients
 from plumbline.check.rank.parameter_sample import ParameterSample
-from plumbline.recording.flat_sharding import part_of
+from plumbline.evidence.trace import dtype_name
+from plumbline.recording.flat_sharding import FlatUnit, flat_units, part_of
 from plumbline.recording.grad_scaler import scale_left
-from plumbline.recording.sharding import whole
+from plumbline.recording.parameter_names import ParameterNames
+from plumbline.recording.parameters import parameters_of
+from plumbline.recording.sharding import reduction_dtypes, whole
 
 _EMPTY = torch.zeros(0, dtype=torch.float64)
 
@@ -86,3 +91,71 @@ def _dense(gradient: Tensor) -> Tensor:
 def _length(parameter: Tensor) -> int:
     part = part_of(parameter)
     return length(parameter) if part is None else min(part.shape.numel(), SEGMENT)
+
+
+Whole = dict[int, "Tensor | None"]
+"""Whole gradients by the ids of parameters; None for a parameter without a gradient on any rank."""
+
+
+class FlatGradients:
+    """Determines which flat gradients are gathered before an optimizer's step.
+
+    Ranks agree on this at the optimizer's first step, because a rank's optimizer can lack parameters.
+    """
+
+    def __init__(self, names: ParameterNames) -> None:
+        self._names = names
+        self._agreed: dict[int, tuple[int, list[int]]] = {}
+
+    def units(self, optimizer: Optimizer) -> list[FlatUnit]:
+        """Return the units in which some rank's optimizer has a parameter. All ranks have to call this."""
+        every = [unit for root in self._names.roots for unit in flat_units(root)]
+        every = list({id(unit.flat): unit for unit in every}.values())
+        if not every:
+            return []
+        own = {id(part.unit.flat) for one in parameters_of(optimizer) if (part := part_of(one)) is not None}
+        places = [index for index, unit in enumerate(every) if id(unit.flat) in own]
+        known, agreed = self._agreed.get(id(optimizer), (0, []))
+        if known != len(every) or not set(places) <= set(agreed):
+            agreed = sorted(set(places) | _of_others(every, places))
+            self._agreed[id(optimizer)] = len(every), agreed
+        return [every[place] for place in agreed]
+
+
+def gathered(units: Iterable[FlatUnit], of: Callable[[Tensor], Tensor | None]) -> Whole:
+    """Return whole tensors. ``of`` returns what this rank has of one; see ``FlatUnit.gathered``."""
+    found: Whole = {}
+    for unit in units:
+        found.update(zip(map(id, unit.parameters), unit.gathered(of), strict=True))
+    return found
+
+
+def _of_others(every: Sequence[FlatUnit], places: Sequence[int]) -> set[int]:
+    """Return the places of the units in the optimizers of all ranks that share a sharded unit with this rank."""
+    groups: dict[int, Any] = {id(unit.group): unit.group for unit in every if unit.is_sharded}
+    found: set[int] = set()
+    for group in groups.values():
+        answers: list[Any] = [None] * torch.distributed.get_world_size(group)
+        torch.distributed.all_gather_object(answers, places, group=group)
+        found.update(place for own in answers for place in own if every[place].group is group)
+    return found
+
+
+def recorded_parameters(
+    optimizer: Optimizer, names: ParameterNames, sample: ParameterSample, *, accumulated: bool
+) -> tuple[Parameter, ...]:
+    reduced = reduction_dtypes(names.roots, accumulated=accumulated)
+
+    def recorded(name: str, parameter: Tensor) -> Parameter:
+        values, part = as_real(parameter), part_of(parameter)
+        return Parameter(
+            name,
+            tuple(values.shape if part is None else part.shape),
+            dtype_name(values.dtype),
+            dtype_name(reduced.get(id(parameter))),
+            sample.has(parameter),
+            names.knows(parameter),
+            parameter.requires_grad,
+        )
+
+    return tuple(map(recorded, names.of(optimizer), parameters_of(optimizer)))

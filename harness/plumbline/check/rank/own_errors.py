@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from plumbline.check.rank.memory_needed import NotEnoughMemoryError
-from plumbline.check.rank.shared_folder import UnreachableFolderError
+from plumbline.check.rank.store_exchange import UnreachableFolderError
 
 T = TypeVar("T")
 

@@ -20,7 +20,6 @@ from torch.optim.optimizer import Optimizer
 from plumbline.check.evidence.options import RecordingOptions
 from plumbline.check.evidence.training import BackwardPass, Facts, Parameter, RecordedStep
 from plumbline.check.rank.evidence_writer import EvidenceWriter
-from plumbline.check.rank.fsdp1_gradients import FlatGradients, gathered
 from plumbline.check.rank.joint.steps import JointSteps
 from plumbline.check.rank.known_optimizers import KnownOptimizers
 from plumbline.check.rank.local_gradients import ArrivedGradients
@@ -29,10 +28,17 @@ from plumbline.check.rank.memory_needed import require_memory
 from plumbline.check.rank.observers.ties import TieObserver
 from plumbline.check.rank.optimizer.clipping import ClippingObserver
 from plumbline.check.rank.optimizer.loss_scale import LossScale
-from plumbline.check.rank.optimizer_gradients import has_gradient_hooks, has_own_hooks, received, vector
+from plumbline.check.rank.optimizer_gradients import (
+    FlatGradients,
+    gathered,
+    has_gradient_hooks,
+    has_own_hooks,
+    received,
+    recorded_parameters,
+    vector,
+)
 from plumbline.check.rank.own_errors import OwnErrors
 from plumbline.check.rank.parameter_sample import ParameterSample
-from plumbline.check.rank.recorded_parameters import recorded_parameters
 from plumbline.check.rank.training_passes import TrainingPasses
 from plumbline.check.rank.unclipped import UnclippedGradients
 from plumbline.recording.grad_scaler import skips_in_its_kernel
@@ -152,14 +158,12 @@ class TrainingRecorder:
     def forget(self) -> None:
         """In a forked process, record its own steps, unless the parent has already begun to step."""
         if self._optimizers.have_begun:
-            self._stop()
-            self._finished = True
+            self.abandon()
         else:
             self._pid = os.getpid()
 
     @property
     def is_over(self) -> bool:
-        """Whether recording has ended."""
         return self._ended
 
     @property
@@ -169,7 +173,6 @@ class TrainingRecorder:
 
     @property
     def has_steps(self) -> bool:
-        """Whether this process has written a step."""
         return self._first_writer.has_steps
 
     @property
@@ -277,14 +280,12 @@ class TrainingRecorder:
                 self._stop()
 
     def _skip(self, optimizer: Optimizer) -> None:
-        """Record a step that the GradScaler skipped."""
         self._count(optimizer)
         if self._recording:
             self._prepare(optimizer)
             self._complete(optimizer, skipped=True)
 
     def _prepare(self, optimizer: Optimizer) -> None:
-        """Record everything that the step itself changes."""
         self._world = _world()
         parameters = parameters_of(optimizer)
         self._sample.add(parameters)

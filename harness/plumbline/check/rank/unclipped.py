@@ -10,16 +10,15 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from plumbline.check.evidence.training import Facts
-from plumbline.check.rank.fsdp1_gradients import gathered
 from plumbline.check.rank.known_optimizers import KnownOptimizers
 from plumbline.check.rank.optimizer.loss_scale import LossScale
-from plumbline.check.rank.optimizer_gradients import kept
+from plumbline.check.rank.optimizer_gradients import gathered, kept
 from plumbline.check.rank.parameter_sample import ParameterSample
+from plumbline.recording.backward_passes import PassGradients
 from plumbline.recording.flat_sharding import FlatUnit, part_of
 from plumbline.recording.observer import Observer
 from plumbline.recording.parameter_names import ParameterNames
 from plumbline.recording.parameters import parameters_of
-from plumbline.recording.pass_gradients import PassGradients
 from plumbline.recording.pause import paused
 from plumbline.recording.sharding import is_shard
 
@@ -52,7 +51,6 @@ class UnclippedGradients(Observer):
         self._known: Sequence[dict[int, Tensor]] = ()
 
     def note(self, parameters: Sequence[Tensor]) -> None:
-        """Record gradients before they are clipped."""
         if not self.recording:
             return
         scales = self._scales()

@@ -36,7 +36,7 @@ from plumbline.judge.causes.gradient_hypotheses import (
     shards,
     stages,
 )
-from plumbline.judge.causes.metric_case import MetricCase
+from plumbline.judge.causes.metric_hypotheses import MetricCase
 from plumbline.judge.causes.oracle_gradient_case import OracleGradientCase
 from plumbline.judge.hypothesis import HYPOTHESES, Evidence, Hypothesis, Match, explain, register
 from plumbline.judge.mistakes import accumulation, scaling, synchronisation

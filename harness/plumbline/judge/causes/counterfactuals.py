@@ -9,10 +9,10 @@ import torch
 
 from plumbline.evidence.trace import Tensors
 from plumbline.judge.causes.combinations import fit, flat, total_distance
+from plumbline.judge.expected_metrics import evaluations_due
 from plumbline.judge.oracle.layout import Layout, draws
 from plumbline.judge.oracle.noise import length, norm
 from plumbline.judge.oracle.oracle import Oracle, mean_gradient
-from plumbline.judge.positions import evaluations_due
 from plumbline.judge.trace_analysis import TraceAnalysis
 from plumbline.workloads import Columns
 

@@ -7,9 +7,9 @@ from functools import cached_property
 
 from plumbline.evidence.trace import Evaluation
 from plumbline.judge.causes.stage_pattern import ranks_in_words
+from plumbline.judge.expected_metrics import evaluations_due, position_of
 from plumbline.judge.hypothesis import Hypothesis, Match, TraceCase, holds, register
 from plumbline.judge.oracle.layout import Position
-from plumbline.judge.positions import evaluations_due, position_of
 
 Positions = list[tuple[Position, ...]]
 """Where evaluations happen: for each evaluation all equivalent positions, such as before and after a step."""

@@ -7,7 +7,7 @@ import math
 from plumbline.core.finding import Finding
 from plumbline.core.numbers import x_noise
 from plumbline.core.outcome import Outcome
-from plumbline.judge.causes.metric_case import explain_metrics
+from plumbline.judge.causes.metric_hypotheses import explain_metrics
 from plumbline.judge.expected_metrics import LossTable, ReportedValue
 from plumbline.judge.findings import Vacuous, error_at, from_deviation
 from plumbline.judge.oracle.noise import Deviation, larger

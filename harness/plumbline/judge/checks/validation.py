@@ -6,10 +6,10 @@ from plumbline.core.finding import Finding
 from plumbline.core.numbers import counted
 from plumbline.evidence.trace import Evaluation
 from plumbline.judge.causes.validation import EvaluationCase
+from plumbline.judge.expected_metrics import evaluations_due, position_of
 from plumbline.judge.findings import failed, passed
 from plumbline.judge.hypothesis import explain
 from plumbline.judge.oracle.layout import Position
-from plumbline.judge.positions import evaluations_due, position_of
 from plumbline.judge.trace_analysis import TraceAnalysis
 
 

@@ -22,10 +22,9 @@ from plumbline.trainer.balanced.profile import optimizer_state_bytes, profile
 from plumbline.trainer.balanced.stage_plan import Balance, Prediction, Profile, Stage, StagePlan
 from plumbline.trainer.checkpoints import TrainingState
 from plumbline.trainer.errors import MisconfigurationError
-from plumbline.trainer.loop import step_takes_number
+from plumbline.trainer.loop import StepModule, loss_function, step_takes_number
 from plumbline.trainer.module import Module, in_mode
 from plumbline.trainer.nested import map_tensors
-from plumbline.trainer.step import StepModule, loss_function
 
 
 def best_plan(

@@ -11,9 +11,9 @@ from torch.optim.optimizer import Optimizer
 
 from plumbline.check.evidence.training import Facts
 from plumbline.check.rank.observers.parallelism import ParallelismObserver, active_wrapper, world_size
-from plumbline.check.rank.observers.tensor_digest import readable_values, tensor_digest
+from plumbline.check.rank.tensor_digest import readable_values, tensor_digest
+from plumbline.recording.module_calls import running_modules
 from plumbline.recording.observer import Observer
-from plumbline.recording.running_modules import running_modules
 
 Statistics: Any = (torch.nn.modules.batchnorm._NormBase,)
 """Layers whose floating-point buffers are running statistics: a NaN in them never goes away."""
@@ -35,7 +35,6 @@ class BufferObserver(Observer):
         self._forwards: list[Facts] = []
 
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note the buffers of a module in training mode."""
         if not any(known is module for known in self._modules):
             self._modules.append(module)
         if not module.training or world_size() == 1 or running_modules():

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from plumbline.check.rank.observers.document_layout import PADDING, DocumentLayout
-from plumbline.check.rank.observers.position_samples import PositionSamples, distances, move, vectors
-from plumbline.check.rank.observers.shared_statistics import shared_statistics
 from plumbline.recording.backward_passes import in_backward
 from plumbline.recording.patching import attempt
 from plumbline.replay.call import TrackedCall
-from plumbline.replay.nested import map_tensors
-from plumbline.replay.own_numbers import normal_like
+from plumbline.replay.nested import map_tensors, tensors_in
+from plumbline.replay.own_numbers import normal, normal_like
 from plumbline.replay.parameter_copies import ParameterCopies
 from plumbline.replay.precision import ReplayPrecision
 from plumbline.replay.replay import forward_watched
@@ -222,7 +221,6 @@ class DocumentProbe:
         return self._followed(output, one.arrived[1])
 
     def _embeds(self, args: tuple[Any, ...], output: Any) -> bool:
-        """Say whether a module has turned the tokens themselves into vectors."""
         tokens = self._layout.tokens
         given = args[0] if args else None
         if tokens.is_floating_point() or not isinstance(given, Tensor) or not isinstance(output, Tensor):
@@ -274,3 +272,107 @@ def first_documents(layout: DocumentLayout) -> tuple[Tensor, Tensor]:
     others = real & (documents != first)
     several = others.any(1, keepdim=True)
     return real & (documents == first) & several, others
+
+
+_NUMBERS = 4
+"""Number of random projections that are kept of the values at each position."""
+
+_VECTORS = 4
+"""The most tensors of an argument list or an output that are sampled."""
+
+
+class PositionSamples:
+    """Takes samples (rows, positions, numbers). ``by_row``: a value for a whole row counts at each position of it."""
+
+    def __init__(self, rows: int, length: int, *, by_row: bool = False) -> None:
+        self._rows, self._length, self._by_row = rows, length, by_row
+
+    def of(self, value: Any) -> Tensor | None:
+        """Return projections of the tensors in a value that have a vector at each position, None if none has."""
+        found = [at for one in vectors(value) if (at := self.at_positions(one.detach())) is not None]
+        samples = [torch.matmul(at.double(), _directions(at.shape[-1], at.device)) for at in found[:_VECTORS]]
+        return torch.cat(samples, -1) if samples else None
+
+    def at_positions(self, one: Tensor) -> Tensor | None:
+        """Return the vectors (rows, positions, size) of a tensor with one at each position, None for other tensors."""
+        rows, length = self._rows, self._length
+        if length in one.shape[2:] or not one.numel():
+            return None  # attention weights, or another order of dimensions: no vectors at positions
+        if one.dim() > 2 and tuple(one.shape[:2]) == (rows, length):
+            return one.reshape(rows, length, -1)
+        if one.dim() > 2 and tuple(one.shape[:2]) == (length, rows):
+            return one.movedim(0, 1).reshape(rows, length, -1)
+        if one.dim() == 2 and len(one) == rows * length:
+            return one.reshape(rows, length, -1)
+        if self._by_row and one.dim() == 2 and len(one) == rows:
+            return one[:, None].repeat(1, length, 1)
+        return None
+
+
+def vectors(value: Any) -> Iterator[Tensor]:
+    """Yield the plain floating-point tensors in a value."""
+    return (one for one in tensors_in(value) if type(one) in (Tensor, nn.Parameter) and one.is_floating_point())
+
+
+def distances(one: Tensor | None, other: Tensor | None, where: Tensor) -> Tensor | None:
+    """Return the distance of samples at each position of ``where``, relative to their size over all of these."""
+    if one is None or other is None or one.shape != other.shape:
+        return None
+    size = torch.linalg.vector_norm(one[where]) / max(1, int(where.sum())) ** 0.5
+    apart = torch.where(where, torch.linalg.vector_norm(one - other, dim=-1), 0.0)
+    found: Tensor = apart / size.clamp(min=torch.finfo(torch.float64).tiny)
+    return found
+
+
+def move(one: Tensor | None, other: Tensor | None, where: Tensor, limit: float) -> bool | None:
+    """Return whether samples differ by more than a limit anywhere in ``where``, None if they cannot be compared."""
+    apart = distances(one, other, where)
+    return None if apart is None else bool((apart > limit).any())
+
+
+def _directions(size: int, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(size)
+    return normal((size, _NUMBERS), generator).to(device)
+
+
+_NORMS = ("group_norm", "instance_norm")
+_SCALED = ("round", "round_", "fake_quantize_per_tensor_affine", "fused_moving_avg_obs_fake_quant")
+"""Functions that quantise: they have one scale for all tokens."""
+
+_SELECTIONS = ("topk", "argmax", "sort", "argsort", "multinomial")
+_TRAINING = 5
+"""The place of ``training`` among the arguments of ``batch_norm``."""
+
+
+class Shared(Protocol):
+    """Takes a tensor with shared statistics, None for scaled values, or with ``by_token`` a selection's scores."""
+
+    def __call__(self, given: Tensor | None, *, by_token: bool) -> None: ...
+
+
+class shared_statistics(TorchFunctionMode):  # noqa: N801
+    """Tells ``shared`` what the block computes from all tokens together on purpose: statistics, scales, selections."""
+
+    def __init__(self, shared: Shared) -> None:
+        super().__init__()
+        self._shared = shared
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        given = args[0] if args else kwargs.get("input")
+        if isinstance(given, Tensor) and given.is_floating_point() and given.dim() > 1:
+            if name in _SCALED:
+                self._shared(None, by_token=False)
+            elif name in _NORMS or (name == "batch_norm" and _trains(args, kwargs)):
+                self._shared(given.detach(), by_token=False)
+            elif name in _SELECTIONS or (name == "max" and _has_dimension(args, kwargs)):
+                self._shared(given.detach(), by_token=True)
+        return func(*args, **kwargs)
+
+
+def _trains(args: Any, kwargs: Any) -> bool:
+    return bool(args[_TRAINING] if len(args) > _TRAINING else kwargs.get("training"))
+
+
+def _has_dimension(args: Any, kwargs: Any) -> bool:
+    return type(args[1] if len(args) > 1 else kwargs.get("dim")) is int

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeGuard
@@ -14,15 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from plumbline.check.evidence.training import Facts
-from plumbline.check.rank.observers.balancing_losses import BalancingLosses
-from plumbline.check.rank.observers.module_paths import ModulePaths
-from plumbline.check.rank.observers.router_graph import Scores, scores_of
-from plumbline.check.rank.observers.row_hashes import mixed
-from plumbline.check.rank.observers.selections import install_watch, watch_selections
+from plumbline.check.rank.observers.balancing_losses import BalancingLosses, Scores, scores_of
+from plumbline.evidence.projection import scrambled
 from plumbline.recording.backward_passes import in_backward
+from plumbline.recording.module_calls import running_modules
 from plumbline.recording.observer import Observer
-from plumbline.recording.patching import attempt
-from plumbline.recording.running_modules import running_modules
+from plumbline.recording.patching import attempt, undone_by, wrap
 from plumbline.replay.applied_functions import follow_functions
 from plumbline.replay.call import sample
 from plumbline.replay.unwrapping import add_root
@@ -153,7 +150,7 @@ class ExpertObserver(Observer):
         if not self.attends or indices.shape[-1] >= scores.shape[-1]:
             return
         with torch.no_grad():
-            experts = mixed(indices.detach().reshape(-1, indices.shape[-1]) + 1).sum(1)
+            experts = scrambled(indices.detach().reshape(-1, indices.shape[-1]) + 1).sum(1)
         if in_backward():
             self._compare(experts, scores.shape[-1])
             return
@@ -186,7 +183,6 @@ class ExpertObserver(Observer):
             each_running.when_ended.append(partial(_look_around, one))
 
     def _compare(self, experts: Tensor, choices: int) -> None:
-        """Compare a recomputed selection with the nearest selection of the forwards."""
         alike = [one for one in self._known if one.choices == choices and one.experts.shape == experts.shape]
         if alike:
             apart = torch.stack([(one.experts != experts).sum() for one in alike])
@@ -285,3 +281,90 @@ def _has_rows(value: Any, tokens: int) -> TypeGuard[Tensor]:
     return (
         type(value) is Tensor and value.is_floating_point() and value.dim() > 1 and value.shape[:-1].numel() == tokens
     )
+
+
+class ModulePaths:
+    """Names by id, of the model asked about last. The model is searched again for a module that is not known."""
+
+    def __init__(self) -> None:
+        self._model: nn.Module | None = None
+        self._modules: dict[int, tuple[nn.Module, str]] = {}
+
+    def of_module(self, model: nn.Module, module: nn.Module) -> str:
+        """Return the name of a module in a model, "" for the model itself and for modules outside of it."""
+        if self._model is not model or id(module) not in self._modules:
+            self._go_through(model)
+        return self._modules.get(id(module), (module, ""))[1]
+
+    def of_parameters(self, model: nn.Module, near: nn.Module, parameters: Sequence[Any]) -> list[str]:
+        """Return the names of those parameters that are in a model, after a first look at the module ``near``.
+
+        Under FSDP, modules hold different parameters from one layer to the next.
+        """
+        path = self.of_module(model, near)
+        known = {id(one): name for name, one in near.named_parameters(path)}
+        if not {*map(id, parameters)} <= known.keys():
+            known = {id(one): name for name, one in model.named_parameters()}
+        return [known[id(one)] for one in parameters if id(one) in known]
+
+    def _go_through(self, model: nn.Module) -> None:
+        self._model = model
+        self._modules = {id(one): (one, name) for name, one in model.named_modules()}
+
+
+_PLACES = {"topk": 2, "argmax": 1, "max": 1}
+"""The place of the dimension among the arguments of the functions that select."""
+
+Selected = Callable[[Tensor, Tensor], None]
+"""Takes scores (…, choices), and the indices (…, k) that were selected in the last dimension."""
+
+
+_WATCHING: list[Selected] = []
+
+
+@contextmanager
+def watch_selections(selected: Selected) -> Iterator[None]:
+    """Tell ``selected`` of each selection along the last dimension inside the block, outside of compiled code."""
+    _WATCHING.append(selected)
+    try:
+        yield
+    finally:
+        _WATCHING.remove(selected)
+
+
+def install_watch() -> None:
+    """Wrap the functions of torch that select."""
+    for owner in (torch, torch.Tensor):
+        for name in _PLACES:
+            wrap(owner, name, partial(_around_selection, name))
+    for name in _PLACES:
+        attempt(_known_to_scripts, name)
+
+
+def _around_selection(name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(*args, **kwargs)
+    if _WATCHING and not torch.compiler.is_compiling():
+        attempt(_follow_selection, name, args, kwargs, result)
+    return result
+
+
+def _follow_selection(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    scores = args[0] if args else kwargs.get("input")
+    if type(scores) is not Tensor or not scores.is_floating_point() or scores.dim() < 2:
+        return
+    default = -1 if name == "topk" else None
+    dim = kwargs["dim"] if "dim" in kwargs else args[_PLACES[name]] if len(args) > _PLACES[name] else default
+    if type(dim) is not int or dim % scores.dim() != scores.dim() - 1:
+        return
+    indices = result if name == "argmax" else result[1]
+    for selected in _WATCHING:
+        selected(scores, indices if indices.dim() == scores.dim() else indices.unsqueeze(-1))
+
+
+def _known_to_scripts(name: str) -> None:
+    """Let the TorchScript compiler take the wrapper for the same operator as torch's own function."""
+    builtins: Any = torch.jit._builtins
+    function = getattr(torch, name)
+    builtins._register_builtin(function, f"aten::{name}")
+    # The table knows functions by their ids: once this one is freed, another may have the same.
+    undone_by(lambda: builtins._get_builtin_table().pop(id(function), None))

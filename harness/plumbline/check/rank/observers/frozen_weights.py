@@ -13,8 +13,7 @@ from torch.optim.optimizer import Optimizer
 
 from plumbline.check.evidence.training import Facts
 from plumbline.check.rank.low_rank import factor_pairs
-from plumbline.check.rank.observers.tensor_digest import digest_and_projection, readable_values, tensor_digest
-from plumbline.check.rank.optimizer.weights_print import weights_prints
+from plumbline.check.rank.tensor_digest import digest_and_projection, readable_values, tensor_digest, weights_prints
 from plumbline.recording.observer import Observer
 from plumbline.recording.parameters import parameters_of
 

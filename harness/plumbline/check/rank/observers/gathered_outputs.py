@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from plumbline.check.evidence.training import Facts
-from plumbline.check.rank.observers.loss_weight import MOST_NODES
+from plumbline.check.rank.observers.loss_terms import MOST_NODES
 from plumbline.recording.observer import Observer
 from plumbline.recording.patching import attempt, wrap
 from plumbline.recording.pause import paused
@@ -74,7 +74,6 @@ class GatheredOutputObserver(Observer):
         self._end: Callable[[], None] = lambda: None
 
     def install(self) -> None:
-        """Wrap ``all_gather``, and the entry of hooks on saved tensors."""
         if torch.distributed.is_available():
             wrap(torch.distributed, "all_gather", self._around)
             wrap(torch.autograd.graph.saved_tensors_hooks, "__enter__", self._around_hooks)
@@ -96,7 +95,6 @@ class GatheredOutputObserver(Observer):
             self._in_functions -= 1
 
     def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
-        """Look for rows of other ranks near the loss."""
         gathered, has_hooks = list(self._gathered), self._has_hooks
         self._gathered.clear()
         self._has_hooks = False

@@ -10,16 +10,19 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, dataloader
 
 from plumbline.check.evidence.training import Facts
-from plumbline.check.rank.observers.row_hashes import digest, tensors_in
-from plumbline.check.rank.observers.tensor_digest import tensor_digest
+from plumbline.check.rank.observers.document_layout import document_ends
+from plumbline.check.rank.observers.row_hashes import digest, rows_of, tensors_in
+from plumbline.check.rank.tensor_digest import tensor_digest
+from plumbline.recording.module_calls import running_modules
 from plumbline.recording.observer import Observer
 from plumbline.recording.parameters import parameters_of
 from plumbline.recording.patching import attempt, wrap
+from plumbline.recording.rehearsal import is_rehearsal
 from plumbline.replay.memory import address_of
 
 HEAD = 64
@@ -97,7 +100,6 @@ class LoaderObserver(Observer):
                 self._watched = ref(parameter)
 
     def stop(self) -> None:
-        """Stop following batches."""
         super().stop()
         self._fetched.clear()
 
@@ -197,7 +199,6 @@ class LoaderObserver(Observer):
         return batch
 
     def _note_step(self, iterator: Any) -> None:
-        """Note whether the optimizer has stepped since the last batch of this pass."""
         one, version = self._iterators.get(iterator), self._version()
         if one is None:
             return
@@ -255,3 +256,46 @@ def _print(tensor: Tensor) -> str:
 def _called(make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
     """Return an iterator that calls ``make`` when it is reached, not before."""
     yield from make()
+
+
+class BatchObserver(Observer):
+    """Notes, for each backward pass, the forwards since the one before it: ``{"forwards": [...]}``.
+
+    A forward also has what ``rows_of`` returns, if it is given tensors. ``number`` counts forwards, as the numbers of
+    tracked calls do. ``module`` numbers the outermost modules in the order of their first calls. ``is_inner``: another
+    one runs, and may only wrap this one. ``fetched`` is the loader's batch, None without a loader.
+    """
+
+    name = "batches"
+
+    def __init__(self, loaders: LoaderObserver) -> None:
+        self._loaders = loaders
+        self._modules: list[nn.Module] = []
+        self._forwards: list[Facts] = []
+        self._number = 0
+
+    def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._number += 1
+        if is_rehearsal():
+            return
+        if not any(known is module for known in self._modules):
+            self._modules.append(module)
+        place = next(i for i, known in enumerate(self._modules) if known is module)
+        self._forwards.append(
+            {
+                "number": self._number,
+                "module": place,
+                "is_inner": bool(running_modules()),
+                "class": type(module).__name__,
+                "training": module.training,
+                "fetched": self._loaders.origin_of(list(tensors_in((args, kwargs)))),
+                **(rows_of(args, kwargs, lambda: document_ends(module, args, kwargs)) or {}),
+            }
+        )
+
+    def backward_ends(self, number: int) -> Facts | None:
+        forwards, self._forwards = self._forwards, []
+        return {"forwards": forwards} if forwards else None
+
+    def stop(self) -> None:
+        self._modules, self._forwards = [], []

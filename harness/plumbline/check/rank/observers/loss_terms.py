@@ -1,8 +1,8 @@
-"""Reads from the graph of a loss which terms it adds up, including those that no loss function of torch computes."""
+"""Reads from the graph of a loss, however it is written, which terms it adds up, and the weights of its means."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -13,21 +13,174 @@ import torch
 from torch import Tensor, nn
 
 from plumbline.check.evidence.training import Facts
-from plumbline.check.rank.observers.loss_weight import (
-    MOST_NODES,
-    REDUCES,
-    SAME_OUTPUTS,
-    UnknownWeightError,
-    constant_of,
-    inner_constant,
-    is_same_value,
-    mask_of,
-)
 from plumbline.check.rank.observers.row_hashes import in_rows, tensors_in
 from plumbline.check.rank.observers.unused_losses import is_auxiliary
 from plumbline.recording.patching import attempt
 from plumbline.recording.pause import is_paused
 from plumbline.replay.alias import CallOutputs
+
+MOST_NODES = 256
+
+SAME_VALUES = (
+    "AliasBackward0", "CloneBackward0", "ExpandBackward0", "ReshapeAliasBackward0", "SelectBackward0",
+    "SqueezeBackward0", "SqueezeBackward1", "ToCopyBackward0", "UnsafeViewBackward0", "UnsqueezeBackward0",
+    "ViewBackward0",
+)  # fmt: skip
+"""Nodes that hand on the single number of a loss."""
+
+SAME_OUTPUTS = ("CallOutputsBackward", "_DDPSinkBackward")
+"""Nodes that hand on each input as the output in the same place."""
+
+_LINEAR = (
+    "AbsBackward", "GatherBackward", "IndexBackward", "MeanBackward", "NegBackward", "SelectBackward", "SliceBackward",
+    "SqueezeBackward", "ToCopyBackward", "UnsqueezeBackward", "ViewBackward",
+)  # fmt: skip
+"""Nodes whose output is multiplied by a positive number if their input is."""
+
+REDUCES = ("MeanBackward", "SumBackward")
+
+_MEAN = 1
+"""How torch numbers the reduction ``mean`` of its loss functions."""
+
+
+class UnknownWeightError(Exception):
+    """The differentiated loss is no sum of means."""
+
+
+def mean_weights(root: Any) -> list[list[float]] | None:
+    """Return the weights of the means over a batch that add up to the differentiated loss; None if it is no such sum.
+
+    A sum divided by a number counts as a mean over what the number may count: the sum's entries, its rows, or the
+    entries that a mask keeps.
+
+    Args:
+        root: the node of the loss in the graph.
+    """
+    try:
+        summands = _summands((root, 0), 1.0, [MOST_NODES])
+        return [_counted(node, type(node).__name__, abs(factor)) for node, _, factor in summands]
+    except (UnknownWeightError, AttributeError, RuntimeError):  # of a node that another version of torch has
+        return None
+
+
+def _summands(
+    place: tuple[Any, int], factor: float, left: list[int], is_end: Callable[[Any, int], object] | None = None
+) -> Iterator[tuple[Any, int, float]]:
+    """Yield the nodes and outputs of the numbers that add up to a loss, each with the factor that multiplies it.
+
+    A number for which ``is_end`` holds is not taken apart. ``left``: how many nodes may still be looked at.
+    """
+    left[0] -= 1
+    node, output = place
+    if node is None or left[0] < 0:
+        raise UnknownWeightError
+    name, following = type(node).__name__, node.next_functions
+    if is_end is not None and is_end(node, output):
+        yield node, output, factor
+    elif name in SAME_OUTPUTS:
+        yield from _summands(following[output], factor, left, is_end)
+    elif is_same_value(node, name):
+        yield from _summands(following[0], factor, left, is_end)
+    elif name in ("AddBackward0", "SubBackward0"):
+        second = float(node._saved_alpha) * (-1 if name == "SubBackward0" else 1)
+        for inner, sign in zip(following, (1.0, second), strict=True):
+            if inner[0] is not None:
+                yield from _summands(inner, factor * sign, left, is_end)
+    elif (times := scalar_of(node, name)) is not None:
+        yield from _summands(_sole(node), factor * times, left, is_end)
+    else:
+        yield node, output, factor
+
+
+def is_same_value(node: Any, name: str) -> bool:
+    """Return whether a node hands on a single number, as a mean or a sum of one number without dimensions does."""
+    return name in SAME_VALUES or (name.startswith(REDUCES) and not node._saved_self_sym_sizes)
+
+
+def _constant_of(node: Any, name: str) -> float | None:
+    if name == "NegBackward0":
+        return -1.0
+    if name not in ("DivBackward0", "MulBackward0"):
+        return None
+    (left, _), (right, _) = node.next_functions
+    if (right is not None) == (left is not None) or (name == "DivBackward0" and left is None):
+        raise UnknownWeightError
+    other = node._saved_other if right is None else node._saved_self
+    if not isinstance(other, Tensor) or other.numel() != 1:
+        raise UnknownWeightError
+    return 1.0 / float(other) if name == "DivBackward0" else float(other)
+
+
+def scalar_of(node: Any, name: str) -> float | None:
+    """Return the number by which a node multiplies, None where it does something else."""
+    try:
+        return _constant_of(node, name)
+    except (UnknownWeightError, AttributeError):
+        return None
+
+
+def _counted(node: Any, name: str, factor: float) -> list[float]:
+    """Return the weights that a mean or a sum may have; ``factor`` is what it is multiplied by."""
+    if getattr(node, "_saved_reduction", None) == _MEAN:
+        return [factor]
+    if name.startswith("MeanBackward"):
+        return [factor * inner_constant(_input_of(node))]
+    if name != "SumBackward0":
+        raise UnknownWeightError
+    factor *= inner_constant(_input_of(node))
+    sizes = node._saved_self_sym_sizes
+    counts = {float(torch.Size(sizes).numel()), float(sizes[0]), *_kept(node.next_functions[0][0])}
+    if counts == {1.0}:
+        raise UnknownWeightError  # a sum of one entry looks like a mean
+    return sorted(factor * count for count in counts)
+
+
+def inner_constant(node: Any) -> float:
+    """Return the number by which a node multiplies every entry, together with the nodes before it, as far as known."""
+    constant = power = 1.0
+    for _ in range(MOST_NODES):
+        name = type(node).__name__
+        if name in ("StackBackward0", "CatBackward0"):
+            raise UnknownWeightError
+        if name == "PowBackward0":
+            power *= float(node._saved_exponent)
+        elif name in ("DivBackward0", "MulBackward0"):
+            (left, _), (right, _) = node.next_functions
+            if name == "MulBackward0" and left is right:
+                power *= 2
+            elif left is not None and right is not None:
+                return constant
+            elif mask_of(node) is None and not (power != 1 and _differs_by_entry(node)):
+                constant *= abs(_constant_of(node, name) or 0.0) ** power
+        elif not name.startswith(_LINEAR):
+            return constant
+        node = _input_of(node)
+    return constant
+
+
+def _input_of(node: Any) -> Any:
+    return next((one for one, _ in node.next_functions if one is not None), None)
+
+
+def _differs_by_entry(node: Any) -> bool:
+    """Whether a node multiplies each entry by a number of its own, such as the scale of its feature."""
+    return any(isinstance(one, Tensor) and one.numel() > 1 for one in (node._saved_self, node._saved_other))
+
+
+def _kept(node: Any) -> Iterator[float]:
+    if (mask := mask_of(node)) is not None:
+        yield float(mask.sum())
+
+
+def mask_of(node: Any) -> Tensor | None:
+    """Return the mask of zeros and ones by which a node multiplies, None where it does something else."""
+    if type(node).__name__ != "MulBackward0":
+        return None
+    for one in (node._saved_self, node._saved_other):
+        if isinstance(one, Tensor) and not one.requires_grad and one.numel() > 1:
+            return one if bool(((one == 0) | (one == 1)).all()) else None
+    return None
+
 
 MOST_ROWS = 512
 """The most rows of a batch whose weights are kept. For larger batches, only the sums are kept."""
@@ -71,7 +224,6 @@ class LossTerm:
 
     @property
     def facts(self) -> Facts:
-        """The facts that are noted."""
         return {"name": self.name, "factor": self.factor, "call": self.is_call, "levels": self.levels}
 
 
@@ -87,43 +239,27 @@ class LossTerms:
 
     def __init__(self, root: Any, calls: Mapping[int, str], names: Mapping[int, str], rows: int | None) -> None:
         self._calls, self._names, self._rows = calls, names, rows
-        self._left = MOST_NODES
         self._handles: list[Any] = []
-        self.terms = list(self._terms(root, 0, 1.0))
+        self.terms = list(self._terms(root))
 
     def remove(self) -> None:
-        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
-    def _terms(self, node: Any, output: int, factor: float) -> Iterator[LossTerm]:
-        self._left -= 1
-        if node is None or self._left < 0:
-            raise UnknownWeightError
-        name = type(node).__name__
-        following = node.next_functions
-        if id(node) in self._calls:
-            yield LossTerm(self._calls[id(node)], factor, is_call=True)
-        elif (known := self._names.get(id(node)) or _returned_as(node, output)) is not None:
-            yield LossTerm(known, factor)
-        elif name in SAME_OUTPUTS:
-            yield from self._terms(following[output][0], following[output][1], factor)
-        elif is_same_value(node, name):
-            yield from self._terms(following[0][0], following[0][1], factor)
-        elif name in ("AddBackward0", "SubBackward0"):
-            second = float(node._saved_alpha) * (-1 if name == "SubBackward0" else 1)
-            for (inner, place), sign in zip(following, (1.0, second), strict=True):
-                if inner is not None:
-                    yield from self._terms(inner, place, factor * sign)
-        elif name in ("NegBackward0", "DivBackward0", "MulBackward0") and (times := _scalar(node, name)) is not None:
-            inner, place = _sole(node)
-            yield from self._terms(inner, place, factor * times)
-        elif name.startswith(REDUCES):
-            yield self._reduced(node, name, factor)
-        elif name == "AccumulateGrad":
-            yield LossTerm("a parameter", factor)
-        else:
-            yield LossTerm("a norm" if "Norm" in name else f"a number ({name.partition('Backward')[0]})", factor)
+    def _terms(self, root: Any) -> Iterator[LossTerm]:
+        for node, output, factor in _summands((root, 0), 1.0, [MOST_NODES], self._name_of):
+            name = type(node).__name__
+            if known := self._name_of(node, output):
+                yield LossTerm(known, factor, is_call=id(node) in self._calls)
+            elif name.startswith(REDUCES):
+                yield self._reduced(node, name, factor)
+            elif name == "AccumulateGrad":
+                yield LossTerm("a parameter", factor)
+            else:
+                yield LossTerm("a norm" if "Norm" in name else f"a number ({name.partition('Backward')[0]})", factor)
+
+    def _name_of(self, node: Any, output: int) -> str | None:
+        return self._calls.get(id(node)) or self._names.get(id(node)) or _returned_as(node, output)
 
     def _reduced(self, node: Any, name: str, factor: float) -> LossTerm:
         """Return a mean or a sum that is written by hand, and hook into the tensors that it may reduce."""
@@ -221,13 +357,6 @@ def _returned_as(node: Any, output: int) -> str | None:
     return f"{name} in the output of {node.call.name}" if isinstance(name, str) and is_auxiliary(name) else None
 
 
-def _scalar(node: Any, name: str) -> float | None:
-    try:
-        return constant_of(node, name)
-    except (UnknownWeightError, AttributeError):
-        return None
-
-
 def _sole(node: Any) -> tuple[Any, int]:
     found = [(inner, place) for inner, place in node.next_functions if inner is not None]
     if len(found) != 1:
@@ -269,7 +398,7 @@ def _is_divided(node: Any, name: str) -> bool:
     """Return whether a node multiplies by one number, or divides by counts."""
     if name not in ("DivBackward0", "MulBackward0"):
         return False
-    if _scalar(node, name) is not None:
+    if scalar_of(node, name) is not None:
         return True
     other = node._saved_other if name == "DivBackward0" else None
     if not isinstance(other, Tensor) or other.requires_grad:

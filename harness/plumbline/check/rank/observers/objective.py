@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -13,9 +14,14 @@ from torch.nn import functional
 from torch.optim.optimizer import Optimizer
 
 from plumbline.check.evidence.training import Facts
-from plumbline.check.rank.observers.loss_functions import ELEMENTS, FOLLOWED, LossCall, describe
-from plumbline.check.rank.observers.loss_terms import LossTerms, hides_a_mask, rows_among, samples_in, weights_of
-from plumbline.check.rank.observers.loss_weight import mean_weights
+from plumbline.check.rank.observers.loss_terms import (
+    LossTerms,
+    hides_a_mask,
+    mean_weights,
+    rows_among,
+    samples_in,
+    weights_of,
+)
 from plumbline.check.rank.observers.row_hashes import digest, row_hashes
 from plumbline.check.rank.observers.unused_losses import held_losses
 from plumbline.recording.backward_passes import is_number
@@ -181,7 +187,6 @@ def _arrives(arrived: list[Tensor], cotangent: Tensor | None) -> None:
 
 
 def _facts(one: _Call, rows: int | None) -> Facts:
-    """Return the facts about a call whose gradient is known."""
     call, cotangent = one.call, one.cotangent
     assert cotangent is not None
     weights = cotangent.double()
@@ -229,7 +234,6 @@ def _finite(number: float) -> float | None:
 
 
 def _is_multiple(root: Any, node: Any) -> bool:
-    """Return whether the graph from the root to a node is a single chain, with nothing else added on the way."""
     for _ in range(_LONGEST_CHAIN):
         if root is None or root is node:
             return root is not None
@@ -257,3 +261,88 @@ def _script_without(
     finally:
         for name, function in wrapped.items():
             setattr(functional, name, function)
+
+
+CLASSES = ("cross_entropy", "nll_loss")
+"""Losses over targets that are classes, of which one may be ignored."""
+
+ELEMENTS = (
+    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits",
+    "kl_div", "soft_margin_loss", "poisson_nll_loss",
+)  # fmt: skip
+"""Losses with a term for each entry of the input and the target, broadcast to one shape."""
+
+OTHERS = (
+    "cosine_embedding_loss", "ctc_loss", "gaussian_nll_loss", "hinge_embedding_loss", "margin_ranking_loss",
+    "multi_margin_loss", "multilabel_margin_loss", "multilabel_soft_margin_loss", "triplet_margin_loss",
+)  # fmt: skip
+"""Losses whose terms are counted by calling them without a reduction."""
+
+FOLLOWED = (*CLASSES, *ELEMENTS, *OTHERS)
+
+
+@dataclass(frozen=True)
+class LossCall:
+    """One call of a loss function with its ``targets``. ``terms`` counts what it averages or adds.
+
+    Ignored targets do not count, and a target counts by the weight of its class. ``counted`` is the mask of the terms
+    in an unreduced loss, None where all of them count.
+    """
+
+    function: str
+    reduction: str
+    terms: float
+    targets: Tensor
+    counted: Tensor | None = None
+
+
+def describe(function: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> LossCall:
+    """Return from the arguments of a loss function what the call averages over.
+
+    Raises:
+        TypeError: the arguments are not those of the function.
+    """
+    given = _signature(original).bind(*args, **kwargs)
+    given.apply_defaults()
+    values = given.arguments
+    reduction = _reduction(values)
+    target = next(values[name] for name in ("target", "targets", "positive") if name in values).detach()
+    if function in CLASSES:
+        return _classes(function, reduction, values["input"], target, values.get("weight"), values["ignore_index"])
+    if function in OTHERS:
+        return LossCall(function, reduction, _unreduced(original, values).numel(), target)
+    shape = torch.broadcast_shapes(values["input"].shape, target.shape)  # type: ignore[no-untyped-call]
+    rows = shape[0] if shape else 1
+    return LossCall(function, reduction, rows if reduction == "batchmean" else torch.Size(shape).numel(), target)
+
+
+@torch.no_grad()
+def _unreduced(original: Callable[..., Any], values: dict[str, Any]) -> Tensor:
+    plain = {name: value for name, value in values.items() if name not in ("size_average", "reduce", "reduction")}
+    result: Tensor = original(**plain, reduction="none")
+    return result
+
+
+def _classes(
+    function: str, reduction: str, scores: Tensor, target: Tensor, weight: Tensor | None, ignored: int
+) -> LossCall:
+    if target.is_floating_point():  # probabilities of classes: (N, C, …), or (C)
+        classes = scores.shape[min(1, scores.dim() - 1)]
+        return LossCall(function, reduction, scores.numel() / max(classes, 1), target)
+    counted = target != ignored
+    terms = float(counted.sum() if weight is None or reduction == "none" else weight[target[counted]].sum())
+    return LossCall(function, reduction, terms, target, counted)
+
+
+def _reduction(values: dict[str, Any]) -> str:
+    """Return the reduction, which two deprecated arguments may give as well."""
+    if values.get("size_average") is None and values.get("reduce") is None:
+        return str(values["reduction"])
+    if values.get("reduce") is False:
+        return "none"
+    return "sum" if values.get("size_average") is False else "mean"
+
+
+@lru_cache(maxsize=32)
+def _signature(original: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(original)

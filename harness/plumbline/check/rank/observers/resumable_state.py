@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from plumbline.check.evidence.training import Facts
-from plumbline.check.rank.observers.tensor_digest import digest_and_projection, tensor_digest
 from plumbline.check.rank.optimizer.optimizer_replay import stepping
+from plumbline.check.rank.tensor_digest import digest_and_projection, tensor_digest
 from plumbline.recording.observer import Observer
 from plumbline.recording.parameters import parameters_of
 from plumbline.recording.sharding import is_shard, local
@@ -30,7 +30,6 @@ class ResumableStateObserver(Observer):
         self._facts: Facts = {}
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Note what the step changes."""
         parameters, states = parameters_of(optimizer), stepping(optimizer).state
         self._facts = {
             "weights": [(*digest_and_projection(local(one.detach())), is_shard(one)) for one in parameters],
@@ -39,7 +38,6 @@ class ResumableStateObserver(Observer):
         }
 
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
-        """Return what was noted before the step."""
         facts, self._facts = self._facts, {}
         return facts
 

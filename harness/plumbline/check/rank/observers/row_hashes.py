@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from plumbline.check.evidence.training import Facts
+from plumbline.evidence.projection import scrambled
 from plumbline.recording.patching import attempt
 
 ROWS_KEPT = 256
@@ -83,7 +84,7 @@ def row_hashes(tensors: list[Tensor]) -> list[int]:
     """Return a 64-bit hash for each row of tensors of equal length in dim 0, from the bits of all tensors."""
     total: Tensor | None = None
     for index, tensor in enumerate(tensors):
-        hashes = mixed(_row_sums(_words(tensor)) + (index + 1) * 0x9E3779B97F4A7C1)
+        hashes = scrambled(_row_sums(_words(tensor)) + (index + 1) * 0x9E3779B97F4A7C1)
         total = hashes if total is None else total + hashes.to(total.device)
     return [] if total is None else [int(number) for number in total.cpu().tolist()]
 
@@ -120,14 +121,6 @@ def _row_sums(words: Tensor) -> Tensor:
         part = words[:, start : start + columns].to(torch.int64)
         places = torch.arange(start + 1, start + 1 + part.shape[1], device=words.device)
         # A product with an odd number is one to one; the fold lets its upper bits count as well.
-        products = part * (mixed(places) | 1)
+        products = part * (scrambled(places) | 1)
         total += (products ^ (products >> 29)).sum(1)
     return total
-
-
-def mixed(numbers: Tensor) -> Tensor:
-    """Return a well-mixed int64 for each int64: the finaliser of splitmix64 (Steele, Lea, Flood 2014)."""
-    mixed = numbers * -7046029254386353131
-    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
-        mixed = (mixed ^ (mixed >> shift & (1 << 64 - shift) - 1)) * factor
-    return mixed ^ (mixed >> 31 & (1 << 33) - 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -112,19 +112,24 @@ def _is_used(node: Any, reached: dict[int, Any]) -> bool:
 
 def _numbers(node: Any) -> Iterator[Any]:
     """Yield a node and those before it, as long as each makes a single number."""
-    waiting, seen = [node], set()
-    while waiting:
-        one = waiting.pop()
-        if one is None or id(one) in seen or not _is_number(one):
-            continue
-        seen.add(id(one))
-        yield one
-        waiting.extend(following for following, _ in one.next_functions)
+    return (one for one in nodes_before([node], is_number) if is_number(one))
 
 
-def _is_number(node: Any) -> bool:
+def is_number(node: Any) -> bool:
     shapes = [tuple(one.shape) for one in getattr(node, "_input_metadata", ())]
     return len(shapes) == 1 and torch.Size(shapes[0]).numel() == 1
+
+
+def nodes_before(roots: Iterable[Any], enters: Callable[[Any], bool] = lambda node: True) -> Iterator[Any]:
+    """Yield the nodes of a graph from these on. The nodes before one follow only if ``enters`` holds for it."""
+    waiting, seen = list(roots), dict[int, Any]()  # keeps the nodes alive, so that their ids stay unique
+    while waiting:
+        one = waiting.pop()
+        if one is not None and id(one) not in seen:
+            seen[id(one)] = one
+            yield one
+            if enters(one):
+                waiting.extend(inner for inner, _ in one.next_functions)
 
 
 def _reached(nodes: Iterable[Any]) -> tuple[dict[int, Any], list[Any]]:

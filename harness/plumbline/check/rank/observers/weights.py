@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from plumbline.check.evidence.training import Facts
 from plumbline.check.rank.observers.parallelism import ParallelismObserver, world_size
-from plumbline.check.rank.observers.tensor_digest import digest_and_projection, tensor_digest
+from plumbline.check.rank.tensor_digest import digest_and_projection, tensor_digest
 from plumbline.recording.observer import Observer
 from plumbline.recording.parameters import parameters_of
 from plumbline.recording.rehearsal import is_rehearsal

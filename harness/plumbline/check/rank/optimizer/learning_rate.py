@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
 from plumbline.check.evidence.training import Facts
-from plumbline.check.rank.optimizer.wrapped import WrappingObserver
+from plumbline.recording.observer import WrappingObserver
 from plumbline.recording.patching import wrap_overrides
 
 _SETTINGS = (

@@ -12,9 +12,9 @@ from torch.optim.optimizer import Optimizer
 
 from plumbline.check.evidence.training import Facts
 from plumbline.check.rank.optimizer.twin import is_finite
-from plumbline.check.rank.optimizer.weights_print import weights_prints
-from plumbline.check.rank.optimizer.wrapped import WrappingObserver
+from plumbline.check.rank.tensor_digest import weights_prints
 from plumbline.recording.grad_scaler import follow_scaled_steps, skips_in_its_kernel
+from plumbline.recording.observer import WrappingObserver
 from plumbline.recording.parameters import parameters_of
 from plumbline.recording.patching import wrap_overrides
 
@@ -148,7 +148,6 @@ def _innermost(optimizer: Any) -> Optimizer:
 
 
 def _prints(optimizer: Optimizer) -> dict[str, int]:
-    """Return fingerprints of the weights and of the tensors of the state."""
     named: dict[str, Tensor] = {}
     for number, parameter in enumerate(parameters_of(optimizer)):
         named[f"weights {number}"] = parameter
@@ -166,6 +165,5 @@ def _moved(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
 
 
 def _bad(optimizer: Optimizer) -> int:
-    """Return how many parameters have a gradient that is not finite."""
     gradients = (parameter.grad for parameter in parameters_of(optimizer))
     return sum(gradient is not None and not is_finite(gradient) for gradient in gradients)

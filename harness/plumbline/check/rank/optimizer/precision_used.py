@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
 from plumbline.check.evidence.training import Facts
-from plumbline.check.rank.optimizer.wrapped import WrappingObserver
 from plumbline.devices.calls import started_types
 from plumbline.evidence.trace import dtype_name
+from plumbline.recording.observer import WrappingObserver
 from plumbline.recording.parameters import parameters_of
 from plumbline.recording.patching import wrap
 
@@ -38,7 +38,6 @@ class PrecisionUsed(WrappingObserver):
         self._hooks: list[str] = []
 
     def install(self) -> None:
-        """Wrap autocast's entry, and the registration of communication hooks."""
         wrap(torch.amp.autocast, "__enter__", self._around_enter)
         for name in ("register_comm_hook", "_register_builtin_comm_hook"):
             wrap(DistributedDataParallel, name, self._around_register)
@@ -58,7 +57,6 @@ class PrecisionUsed(WrappingObserver):
         return {"autocast": self._in_backward}
 
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
-        """Return the dtypes of this step, and the autocast uses before it."""
         entered, self._entered = self._entered, Counter()
         weights: Counter[str] = Counter()
         gradients: Counter[str] = Counter()

@@ -8,19 +8,21 @@ compare.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from plumbline.check.evidence.training import as_real, segment
-from plumbline.check.rank.optimizer.alone import alone, as_only_rank, on_own_mesh, own_mesh
 from plumbline.check.rank.optimizer.optimizer_replay import (
     Guard,
     NotReplayable,
@@ -33,7 +35,7 @@ from plumbline.check.rank.optimizer.twin import StepInput, norm_in_float64, step
 from plumbline.check.rank.optimizer.whole_input import WholeInput, described, like_shard
 from plumbline.check.rank.store_exchange import AbsentRankError, Exchange
 from plumbline.recording.observer import Facts
-from plumbline.recording.sharding import local, whole
+from plumbline.recording.sharding import dtensors, local, whole
 
 Numbered = tuple[int, dict[str, Any], Any]
 """A parameter's number in the optimizer's groups, its group, and the parameter."""
@@ -232,7 +234,6 @@ class _Replay:
             due.others["added"] = update
 
     def _step(self, given: StepInput, *, exact: bool = False, **options: Any) -> Tensor:
-        """Return the whole weights after a step in a world of one rank."""
         optimizer, group = self._optimizer, {**self._group, **options}
         # The classes of torch communicate only through DTensors.
         world = nullcontext() if is_of_torch(optimizer) else alone()
@@ -361,3 +362,70 @@ def _tensors_of(state: Any) -> list[Tensor]:
 
 def _segment(tensor: Tensor) -> Tensor:
     return segment(as_real(tensor).double())
+
+
+_RANKS = ("rank", "global_rank", "group_rank")
+_SIZES = ("world_size", "group_size")
+
+_GROUPS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # maps the group of all ranks to a group of this rank alone
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Make torch.distributed and the environment act as if this rank were the only one, communicating with itself."""
+    c10d: Any = dist.distributed_c10d
+    everyone = c10d._world.default_pg
+    own = _own_group()
+    if own is None:
+        yield
+        return
+    environment = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
+    c10d._update_default_pg(own)
+    os.environ.update({name: "0" if name == "RANK" else "1" for name in environment})
+    try:
+        yield
+    finally:
+        os.environ.update(environment)
+        c10d._update_default_pg(everyone)
+
+
+def _own_group() -> Any:
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    everyone = dist.group.WORLD
+    if everyone not in _GROUPS:
+        # If a device is bound to the group of all ranks, NCCL would split this group, and all ranks must take part.
+        backend = "gloo" if getattr(everyone, "bound_device_id", None) is not None else None
+        _GROUPS[everyone] = dist.new_group([dist.get_rank()], backend=backend, use_local_synchronization=True)
+    return _GROUPS[everyone]
+
+
+def as_only_rank(name: str, value: Any) -> Any:
+    """Return the value that an attribute or an option of an optimizer has in a world of one rank."""
+    if isinstance(value, dist.ProcessGroup):
+        return _own_group()
+    if isinstance(value, DeviceMesh):
+        return own_mesh(value)
+    if type(value) is int and name.lstrip("_") in _RANKS:
+        return 0
+    if type(value) is int and name.lstrip("_") in _SIZES:
+        return 1
+    return value
+
+
+def own_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return a mesh of this rank alone, with as many dimensions as another mesh."""
+    groups = [_own_group()] * mesh.ndim
+    only = torch.full((1,) * mesh.ndim, dist.get_rank())
+    names = mesh.mesh_dim_names
+    if mesh.ndim == 1:
+        return DeviceMesh.from_group(groups[0], mesh.device_type, mesh_dim_names=names)
+    return DeviceMesh.from_group(groups, mesh.device_type, mesh=only, mesh_dim_names=names)
+
+
+def on_own_mesh(tensor: Tensor, mesh: Any, placements: Sequence[Any]) -> Tensor:
+    """Return a whole tensor as a DTensor of this rank alone, with placements of the same kinds."""
+    types = dtensors()
+    own = [types.Shard(one.dim) if hasattr(one, "dim") else types.Replicate() for one in placements]
+    whole_tensor: Tensor = types.DTensor.from_local(tensor, mesh, own, run_check=False)
+    return whole_tensor

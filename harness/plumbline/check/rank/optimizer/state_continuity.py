@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from plumbline.check.evidence.training import Facts
 from plumbline.check.rank.optimizer.optimizer_replay import stepping
-from plumbline.check.rank.optimizer.weights_print import weights_prints
+from plumbline.check.rank.tensor_digest import weights_prints
 from plumbline.recording.observer import Observer
 from plumbline.recording.parameters import parameters_of
 from plumbline.recording.sharding import local
@@ -44,7 +44,6 @@ class StateContinuity(Observer):
         self._replaces[optimizer] = {n for n, one in enumerate(parameters) if self._kinds.get(one) is kind}
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Compare the state with the state after the last step."""
         if optimizer in self._facts:  # its closure recomputes gradients in the same step
             return
         now = _states(optimizer)
@@ -62,7 +61,6 @@ class StateContinuity(Observer):
         return self._facts.pop(optimizer, None)
 
     def stop(self) -> None:
-        """Forget the states."""
         self._last.clear()
         self._facts.clear()
         self._kinds.clear()
@@ -70,7 +68,6 @@ class StateContinuity(Observer):
 
 
 def _states(optimizer: Optimizer) -> dict[int, int]:
-    """Return the fingerprint of each parameter's state, by the parameter's id."""
     states = stepping(optimizer).state
     held = {id(one): _tensors(states[one]) if one in states else [] for one in parameters_of(optimizer)}
     prints = iter(weights_prints([tensor for each in held.values() for tensor in each]))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import platform
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
@@ -30,10 +31,9 @@ from plumbline.check.rank.optimizer.optimizer_replay import (
     stepping,
 )
 from plumbline.check.rank.optimizer.replay_together import ReplayTogether, WholeDue
-from plumbline.check.rank.optimizer.shared_memory import shared_places
 from plumbline.check.rank.optimizer.twin import is_finite, norm_in_float64
-from plumbline.check.rank.optimizer.weights_print import weights_prints
 from plumbline.check.rank.parameter_sample import ParameterSample
+from plumbline.check.rank.tensor_digest import weights_prints
 from plumbline.recording.observer import Observer
 from plumbline.recording.parameters import parameters_of
 from plumbline.recording.sharding import is_data_parallel_shard, is_laid_out_otherwise, local
@@ -115,11 +115,9 @@ class UpdateReplay(Observer):
         self._prints: Any = WeakTensorKeyDictionary()  # parameter: its fingerprint after the last step
 
     def start(self) -> None:
-        """Forget earlier steps."""
         self.stop()
 
     def stop(self) -> None:
-        """Free the copies of weights."""
         self._open.clear()
         self._prints.clear()
 
@@ -133,7 +131,6 @@ class UpdateReplay(Observer):
         self._prints.update(zip(new, weights_prints(new), strict=True))
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Replay the step that is about to be taken."""
         self._close(optimizer)  # left from a step that raised
         for outer in self._open:
             outer.why = "this optimizer delegates its step to another optimizer, which is judged instead"
@@ -163,7 +160,6 @@ class UpdateReplay(Observer):
             pending.outside = []  # a step that evaluates the loss again is seen only after that
 
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
-        """Compare the weights with the replayed ones."""
         pending = self._close(optimizer)
         if pending is None:
             return None
@@ -191,7 +187,6 @@ class UpdateReplay(Observer):
         }
 
     def _replay_together(self, pending: _Pending) -> None:
-        """Replay whole parameters together with the other ranks."""
         optimizer = pending.optimizer
         pending.due.clear()
         pending.unjudged.clear()
@@ -230,7 +225,6 @@ class UpdateReplay(Observer):
 
 
 def _replay(pending: _Pending, sample: ParameterSample, among: Callable[[Tensor], bool] = lambda _: True) -> None:
-    """Replay the step of every parameter in the sample that has a gradient."""
     optimizer = stepping(pending.optimizer)
     parameters = parameters_of(pending.optimizer)
     numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
@@ -368,7 +362,6 @@ def _are_bfloat16(parameters: Sequence[Tensor]) -> bool:
 
 
 def _overlapping(parameters: Sequence[Tensor]) -> set[int]:
-    """Return the numbers of parameters that share some of their memory with others."""
     ranges = []
     for number, parameter in enumerate(parameters):
         own = local(parameter)
@@ -385,3 +378,38 @@ def _overlapping(parameters: Sequence[Tensor]) -> set[int]:
         if stop > end:
             end, holder = stop, number
     return found
+
+
+def shared_places(tensors: Iterable[Tensor]) -> dict[int, str]:
+    """Return each tensor's place in shared memory, by its number. It is the same in every process that shares it.
+
+    A place is the host, the mapped file and the offset in the file. Tensors in a process's own memory or on
+    accelerators are left out. If the system has no ``/proc/self/maps``, all tensors are left out.
+    """
+    addresses = {
+        number: tensor.data_ptr()
+        for number, tensor in enumerate(tensors)
+        if tensor.device.type == "cpu" and tensor.numel() and tensor.is_shared()  # type: ignore[no-untyped-call]
+    }
+    if not addresses:
+        return {}
+    mapped = list(_mappings())
+    places = {}
+    for number, address in addresses.items():
+        for start, end, offset, file in mapped:
+            if start <= address < end:
+                places[number] = f"{platform.node()} {file} {offset + address - start}"
+    return places
+
+
+def _mappings() -> Iterable[tuple[int, int, int, str]]:
+    """Yield the begin, the end, the offset and the file of each shared mapping (proc(5))."""
+    try:
+        with open("/proc/self/maps") as lines:
+            for line in lines:
+                addresses, modes, offset, device, inode, *path = line.split(maxsplit=5)
+                if modes.endswith("s") and inode != "0":
+                    start, end = (int(number, 16) for number in addresses.split("-"))
+                    yield start, end, int(offset, 16), " ".join([device, inode, *(part.strip() for part in path)])
+    except OSError:
+        return

@@ -1,11 +1,12 @@
-"""Checks that ranks begin a forward with the buffers that DistributedDataParallel promises, without NaN."""
+"""Checks the buffers and the random generators with which ranks begin a forward."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 from plumbline.check.evidence.training import Facts, RecordedTraining
-from plumbline.check.judge.noted import aligned_forwards, failed_observers, information
+from plumbline.check.judge.noted import IF_INTENDED, aligned_forwards, failed_observers, forwards_of, information
+from plumbline.check.judge.rank_weights import rank_layout
 from plumbline.core.finding import Finding
 from plumbline.core.numbers import counted
 from plumbline.judge.checks.buffers import CHECK, not_broadcast
@@ -88,3 +89,50 @@ def _what_ranks_begin_with(compared: int, broadcast: int, differ: int, world: in
         f"each rank uses its own buffers in {differ} of {compared} forwards, because nothing broadcasts them: running "
         "statistics come from the rank's own samples, and a checkpoint contains those of the rank that saves it",
     )
+
+
+RNG = "rng"
+
+
+def judge_generator_states(training: RecordedTraining) -> Iterator[Finding]:
+    """Yield what is known about the generators; equal ones are no failure, since many libraries seed ranks alike."""
+    yield from failed_observers(training, "generators", RNG)
+    if len(training.ranks) < 2:
+        return
+    count, drawing, alike, between = 0, 0, 0, 0
+    for _, forwards in aligned_forwards(training, "generators"):
+        drew = set.intersection(*(set(forward["drew"]) for forward in forwards))
+        count += 1
+        drawing += bool(drew)
+        alike += any(_are_same(forwards, name) for name in drew)
+        before = set.intersection(*(set(forward.get("between", ())) for forward in forwards))
+        between += any(_are_same(forwards, name) for name in before)
+    # A new pass through a loader draws, too.
+    first = {one["pass"] for forward in forwards_of(training.ranks[0], "batches") if (one := forward["fetched"])}
+    if not alike and 2 * (between - len(first)) > count - len(first) and rank_layout(training).is_data_parallel:
+        yield information(
+            RNG,
+            f"the script draws the same random numbers on all ranks before {between} of {counted(count, 'forward')}. "
+            "Noise, masks and augmentations of samples are then the same on every rank, unless each rank takes its own "
+            "part of them. To make them independent, draw them from a generator with the seed seed + rank. Noise for "
+            "weights must be the same on all ranks",
+        )
+        return
+    if not drawing:
+        return
+    different = f"no random generator has the same state on all ranks ({counted(drawing, 'forward')})"
+    same = (
+        f"random generators have the same state on all ranks in {alike} of {counted(drawing, 'forward')}, so random "
+        "layers such as dropout draw the same numbers on every rank"
+    )
+    layout = rank_layout(training)
+    if not layout.is_data_parallel:  # ranks that hold copies of one activation have to draw the same numbers
+        yield information(RNG, f"{same if alike else different}; {IF_INTENDED}{layout.reason}")
+    elif alike:
+        yield information(RNG, f"{same}; seed each rank with seed + rank to make them independent")
+    else:
+        yield passed(RNG, different)
+
+
+def _are_same(forwards: Sequence[Facts], name: str) -> bool:
+    return len({forward["states"][name] for forward in forwards}) == 1
