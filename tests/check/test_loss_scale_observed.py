@@ -12,7 +12,7 @@ from observed_steps import loss_of, recorded, recorded_on_ranks, small_model
 from torch import Tensor
 
 from plumbline.check.evidence.training import RecordedTraining
-from plumbline.check.judge.skipped_steps import judge_skipped_steps
+from plumbline.check.judge.loss_scales import judge_skipped_steps
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 

@@ -18,7 +18,6 @@ from plumbline.check.judge.documents import judge_documents
 from plumbline.check.judge.estimate import CostEstimate, estimate
 from plumbline.check.judge.experts import judge_experts
 from plumbline.check.judge.forward_states import judge_buffers, judge_generator_states
-from plumbline.check.judge.frozen_weights import judge_frozen_weights
 from plumbline.check.judge.gradients import judge_gradients
 from plumbline.check.judge.judged_gradients import without_discarded_passes, without_other_models
 from plumbline.check.judge.learning_rate import judge_learning_rate
@@ -28,19 +27,22 @@ from plumbline.check.judge.likely_mistakes import (
     judge_rounded_updates,
     judge_unused_losses,
 )
-from plumbline.check.judge.loss_scales import with_own_loss_scales
+from plumbline.check.judge.loss_scales import judge_skipped_steps, with_own_loss_scales
 from plumbline.check.judge.noted import not_judged
 from plumbline.check.judge.objective import judge_objective
-from plumbline.check.judge.optimized_parameters import judge_optimized_parameters
+from plumbline.check.judge.optimized_parameters import judge_frozen_weights, judge_optimized_parameters
 from plumbline.check.judge.precision_used import judge_precision_used
-from plumbline.check.judge.ranks_agree import judge_initial_weights, judge_ranks_agree, without_excuse
+from plumbline.check.judge.ranks_agree import (
+    judge_initial_weights,
+    judge_ranks_agree,
+    judge_uneven_ranks,
+    without_excuse,
+)
 from plumbline.check.judge.recomputation import judge_recomputation
 from plumbline.check.judge.resplit import Rerun, judge_resplit
 from plumbline.check.judge.resumption import CHECK as RESUMPTION
 from plumbline.check.judge.resumption import judge_resumption
 from plumbline.check.judge.rows_used import judge_rows_used
-from plumbline.check.judge.skipped_steps import judge_skipped_steps
-from plumbline.check.judge.uneven_ranks import judge_uneven_ranks
 from plumbline.check.judge.update import judge_update
 from plumbline.core.errors import TraceError
 from plumbline.core.finding import Finding, in_reading_order

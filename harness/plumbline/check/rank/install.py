@@ -7,28 +7,25 @@ from collections.abc import Callable
 
 from plumbline.check.evidence.options import Deal, RecordingOptions, read_deal, read_options
 from plumbline.check.rank.evidence_writer import EvidenceWriter
-from plumbline.check.rank.observers.buffers import BufferObserver
 from plumbline.check.rank.observers.documents import DocumentObserver
 from plumbline.check.rank.observers.experts import ExpertObserver
-from plumbline.check.rank.observers.frozen_weights import FrozenWeightObserver
+from plumbline.check.rank.observers.frozen_weights import FrozenWeightObserver, MovedWeightObserver
 from plumbline.check.rank.observers.gathered_outputs import GatheredOutputObserver
 from plumbline.check.rank.observers.generators import GeneratorObserver
 from plumbline.check.rank.observers.loaders import BatchObserver, LoaderObserver
-from plumbline.check.rank.observers.moved_weights import MovedWeightObserver
 from plumbline.check.rank.observers.objective import ObjectiveObserver
 from plumbline.check.rank.observers.parallelism import ParallelismObserver
 from plumbline.check.rank.observers.recomputation import RecomputationObserver
-from plumbline.check.rank.observers.resumable_state import ResumableStateObserver
 from plumbline.check.rank.observers.script_line import ScriptLineObserver
 from plumbline.check.rank.observers.splits import SplitObserver
 from plumbline.check.rank.observers.ties import TieObserver
 from plumbline.check.rank.observers.unused_losses import UnusedLossObserver
-from plumbline.check.rank.observers.weights import WeightObserver
+from plumbline.check.rank.observers.weights import BufferObserver, WeightObserver
 from plumbline.check.rank.optimizer.clipping import ClippingObserver
 from plumbline.check.rank.optimizer.learning_rate import LearningRate
 from plumbline.check.rank.optimizer.loss_scale import LossScale
 from plumbline.check.rank.optimizer.precision_used import PrecisionUsed
-from plumbline.check.rank.optimizer.state_continuity import StateContinuity
+from plumbline.check.rank.optimizer.state_continuity import ResumableStateObserver, StateContinuity
 from plumbline.check.rank.optimizer.update_replay import UpdateReplay
 from plumbline.check.rank.parameter_sample import ParameterSample
 from plumbline.check.rank.recorder import TrainingRecorder

@@ -1,4 +1,4 @@
-"""Notes frozen weights that change, between optimizer steps or in one, and whether a product of others was added."""
+"""Notes frozen weights that change, whether a product of others was added, and 16-bit weights that steps change."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from torch.optim.optimizer import Optimizer
 
 from plumbline.check.evidence.training import Facts
 from plumbline.check.rank.low_rank import factor_pairs
+from plumbline.check.rank.optimizer.optimizer_replay import groups_of, is_of_torch, stepping
 from plumbline.check.rank.tensor_digest import digest_and_projection, readable_values, tensor_digest, weights_prints
 from plumbline.recording.observer import Observer
 from plumbline.recording.parameters import parameters_of
+from plumbline.recording.sharding import local
 
 MOST_ENTRIES = 2**26
 """Entries of the largest frozen matrix for which products are computed, in float64: 512 MiB."""
@@ -172,3 +174,70 @@ def _product(name: str, one: Tensor, named: Mapping[str, Tensor], change: Tensor
                 if factor:
                     return [left, right, factor]
     return None
+
+
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+_DECOUPLED = tuple(kind for name in ("AdamW", "Muon") if (kind := getattr(torch.optim, name, None)) is not None)
+"""Optimizers of torch whose weight decay is a step of its own."""
+
+
+class MovedWeightObserver(Observer):
+    """Notes for each step ``due`` and ``moved``: how many 16-bit entries have a gradient, and how many of them changed.
+
+    ``decays`` and ``decayed``: how many nonzero entries torch's optimizers multiply by one minus the weight decay, and
+    how many of these products are not rounded to the same number. Memory: a copy of the weights in 16 bits.
+    """
+
+    name = "moved-weights"
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._decays = (0, 0)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Keep the weights that have a gradient, and where it is not zero."""
+        given = [
+            (one, local(one.grad))
+            for one in parameters_of(optimizer)
+            if one.dtype in _DTYPES and one.grad is not None and one.grad.layout is torch.strided
+        ]
+        self._before = [
+            (one, local(one.detach()).clone(), gradient != 0)
+            for one, gradient in given
+            if gradient.shape == local(one).shape
+        ]
+        self._decays = _decays(optimizer)
+
+    def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
+        kept, self._before = self._before, []
+        if not kept or skipped:
+            return None
+        moved = sum(int(((local(one.detach()) != before) & has).sum()) for one, before, has in kept)
+        decays, decayed = self._decays
+        due = sum(int(has.sum()) for _, _, has in kept)
+        return {"due": due, "moved": moved, "decays": decays, "decayed": decayed}
+
+    def stop(self) -> None:
+        self._before = []
+
+
+def _decays(optimizer: Optimizer) -> tuple[int, int]:
+    """Return how many nonzero 16-bit entries have a decoupled weight decay, and how many of them it changes.
+
+    Only torch's own optimizers are followed: others may keep the weights in float32. A fused step rounds only once,
+    after the update.
+    """
+    decays = decayed = 0
+    kind = type(stepping(optimizer)).__name__
+    for group in groups_of(optimizer) if is_of_torch(stepping(optimizer)) else ():
+        is_decoupled = kind in _DECOUPLED or group.get("decoupled_weight_decay")
+        if not is_decoupled or group.get("fused") or not (decay := group["lr"] * group.get("weight_decay", 0)):
+            continue
+        factor = 1 - decay
+        for one in (local(each.detach()) for each in group["params"] if each.grad is not None):
+            if one.dtype in _DTYPES:
+                decays += int(one.count_nonzero())
+                decayed += int((one * factor != one).sum())
+    return decays, decayed
