@@ -17,6 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from plumbline.recording.backward_passes import in_backward
 from plumbline.recording.flat_sharding import flat_units, part_of
 from plumbline.recording.module_calls import ModuleCalls, run_noted
+from plumbline.recording.observer import Observers
 from plumbline.recording.patching import attempt
 from plumbline.recording.sharding import arrival_leaves, shards_of_fsdp2
 from plumbline.replay import unwrapping
@@ -32,13 +33,6 @@ from plumbline.replay.uses import is_received, runs_own_code, used_outside
 
 CurrentPass = Callable[[], "int | None"]
 """Returns the number of the backward pass that is running, None if there is none that counts."""
-
-CallBegins = Callable[[nn.Module, "tuple[Any, ...]", "dict[str, Any]"], None]
-
-RunsAgain = Callable[[nn.Module], None]
-
-Constant = Callable[[nn.Module], None]
-"""Called with each module whose outputs have no gradient."""
 
 
 class _Thread(threading.local):
@@ -57,30 +51,23 @@ class _Thread(threading.local):
 class TrackedCalls:
     """The calls of outermost modules with trainable parameters, in the order in which they began.
 
-    Calls are followed between ``start`` and ``stop``, except while ``paused``. ``begins`` is called before each call,
-    ``ends`` after it, ``runs_again`` with each module that a backward pass runs again, and ``constant`` with modules
-    that are called without gradients or have no parameter that requires one. ``is_weight`` returns whether an optimizer
-    updates a tensor that is no parameter. ``unrecorded`` has the parameters of calls that could not be recorded, with
-    the reason; the script continues.
+    Calls are followed between ``start`` and ``stop``, except while ``paused``. ``observers`` are told of each call,
+    of modules that a backward pass runs again, and of modules that are called without gradients or have no parameter
+    that requires one. ``is_weight`` returns whether an optimizer updates a tensor that is no parameter. ``unrecorded``
+    has the parameters of calls that could not be recorded, with the reason; the script continues.
     """
 
     def __init__(
         self,
         current_pass: CurrentPass,
-        begins: CallBegins | None = None,
-        runs_again: RunsAgain | None = None,
-        ends: Callable[[], None] | None = None,
+        observers: Observers | None = None,
         is_weight: Callable[[Tensor], bool] = lambda tensor: False,
-        constant: Constant | None = None,
     ) -> None:
         self.calls: list[TrackedCall] = []
         self.unrecorded: dict[nn.Parameter, str] = {}
         self._current_pass = current_pass
-        self._begins = begins
-        self._runs_again = runs_again
-        self._ends = ends
+        self._observers = Observers(()) if observers is None else observers
         self._is_weight = is_weight
-        self._constant = constant
         self._thread = _Thread()
         self._buffers: dict[int, tuple[Tensor, int, Tensor]] = {}
         self._moving: dict[int, nn.Parameter] = {}  # frozen ones that their module changes in its forward
@@ -168,8 +155,7 @@ class TrackedCalls:
         if role is Role.UNTRAINED:
             return run(module, *args, **kwargs) if thread.in_constant else self._run_constant(run, module, args, kwargs)
         if self._is_computed_again(module):
-            if self._runs_again is not None:
-                self._runs_again(module)
+            self._observers.tell(lambda one: one.runs_again(module))
             return run(module, *args, **kwargs)
         thread.called.append(module)
         if role is Role.WRAPPER:
@@ -187,8 +173,7 @@ class TrackedCalls:
     def _run_constant(
         self, run: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if self._constant is not None:
-            attempt(self._constant, module)
+        attempt(self._observers.tell, lambda one: one.constant_called(module))
         self._thread.in_constant = True
         try:
             return run(module, *args, **kwargs)
@@ -226,8 +211,7 @@ class TrackedCalls:
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrackedCall | None:
         self._number += 1
         try:
-            if self._begins is not None:
-                self._begins(module, args, kwargs)
+            self._observers.tell(lambda one: one.forward_begins(module, args, kwargs))
             return self._recorded(module, args, kwargs)
         except Exception as error:
             self._fail(module, error)
@@ -305,8 +289,7 @@ class TrackedCalls:
         if call is None:
             return output
         try:
-            if self._ends is not None:
-                self._ends()
+            self._observers.tell(lambda one: one.forward_ends())
             self._moving.update({id(one): one for one, state in call.frozen if state_of(one) != state})
             call.frozen = ()
             outputs = differentiable(output)

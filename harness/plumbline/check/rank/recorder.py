@@ -6,19 +6,18 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import partial
 from operator import methodcaller
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from plumbline.check.evidence.options import RecordingOptions
-from plumbline.check.evidence.training import BackwardPass, Facts, Parameter, RecordedStep
+from plumbline.check.evidence.training import RecordedStep
 from plumbline.check.rank.evidence_writer import EvidenceWriter
 from plumbline.check.rank.joint.steps import JointSteps
 from plumbline.check.rank.known_optimizers import KnownOptimizers
@@ -39,7 +38,7 @@ from plumbline.check.rank.optimizer_gradients import (
 )
 from plumbline.check.rank.own_errors import OwnErrors
 from plumbline.check.rank.parameter_sample import ParameterSample
-from plumbline.check.rank.training_passes import TrainingPasses
+from plumbline.check.rank.training_passes import NameObserver, TrainingPasses
 from plumbline.check.rank.unclipped import UnclippedGradients
 from plumbline.recording.grad_scaler import skips_in_its_kernel
 from plumbline.recording.observer import Observer, Observers
@@ -82,7 +81,7 @@ class TrainingRecorder:
         self._flat = FlatGradients(self._names)
         self._unclipped = UnclippedGradients(self._optimizers, self._names, sample, loss_scale)
         joint = JointSteps(self._optimizers, self._names, self._unclipped, self._layouts)
-        self._observers = Observers((loss_scale, clipping, self._unclipped, joint, *others))
+        self._observers = Observers((NameObserver(self._names), loss_scale, clipping, self._unclipped, joint, *others))
         self._passes = TrainingPasses(
             options,
             sample,
@@ -297,56 +296,63 @@ class TrainingRecorder:
             own, others = self._passes.take(optimizer, number)
             layout = self._layouts.of(number)
             if layout is None:
-                stepped = self._own(optimizer, accumulated=len(own) + len(others) > 1)
+                step = self._own(optimizer, number, own, others)
             else:
-                stepped = self._in_pieces(optimizer, number, layout)
+                step = self._in_pieces(optimizer, number, layout, own, others)
             self._observers.tell(lambda one: one.before_step(optimizer))
         unoptimized = self._optimizers.unoptimized(self._layouts.stepped, with_digests=self._world[1] > 1)
-        self._pending = RecordedStep(
-            number,
-            self._optimizers.taken(optimizer),
-            stepped.parameters,
-            torch.cat([*stepped.gradients]),
-            tuple(map(stepped.vector, own)),
-            tuple(map(stepped.vector, others)),
-            facts={
-                "gradient_hooks": sum(map(has_own_hooks, parameters)),
-                "tensor_hooks": sum(map(has_gradient_hooks, parameters)),
-                "unoptimized": unoptimized,
-                **stepped.facts,
-            },
-            norm=math.hypot(*stepped.norms),
-            unclipped=stepped.unclipped,
-            replaced=stepped.replaced,
-            after_backward=stepped.after_backward,
-        )
+        hooks = {
+            "gradient_hooks": sum(map(has_own_hooks, parameters)),
+            "tensor_hooks": sum(map(has_gradient_hooks, parameters)),
+        }
+        self._pending = replace(step, facts={**hooks, "unoptimized": unoptimized, **step.facts})
 
-    def _own(self, optimizer: Optimizer, *, accumulated: bool) -> SteppedParameters:
+    def _own(
+        self, optimizer: Optimizer, number: int, own: Sequence[ArrivedGradients], others: Sequence[ArrivedGradients]
+    ) -> RecordedStep:
+        """Return the step of an optimizer that updates the model's own parameters."""
         parameters, units = parameters_of(optimizer), self._flat.units(optimizer)
         whole = gathered(units, lambda one: one.grad)
         found = [
             received(optimizer, one, whole.get(id(one), one.grad), sampled=self._sample.has(one)) for one in parameters
         ]
-        gradients, norms = [one for one, _ in found], [norm for _, norm in found]
+        gradients = [one for one, _ in found]
         unclipped, replaced, after_backward = self._unclipped.vectors(parameters, gradients, units)
-        return SteppedParameters(
-            recorded_parameters(optimizer, self._names, self._sample, accumulated=accumulated),
-            gradients,
-            norms,
-            unclipped,
-            replaced,
-            after_backward,
-            lambda one: vector(one, parameters, self._sample),
+        return RecordedStep(
+            number,
+            self._optimizers.taken(optimizer),
+            recorded_parameters(optimizer, self._names, self._sample, accumulated=len(own) + len(others) > 1),
+            torch.cat(gradients),
+            tuple(vector(one, parameters, self._sample) for one in own),
+            tuple(vector(one, parameters, self._sample) for one in others),
+            norm=math.hypot(*(norm for _, norm in found)),
+            unclipped=unclipped,
+            replaced=replaced,
+            after_backward=after_backward,
         )
 
-    def _in_pieces(self, optimizer: Optimizer, number: int, layout: MasterLayout) -> SteppedParameters:
+    def _in_pieces(
+        self,
+        optimizer: Optimizer,
+        number: int,
+        layout: MasterLayout,
+        own: Sequence[ArrivedGradients],
+        others: Sequence[ArrivedGradients],
+    ) -> RecordedStep:
+        """Return the step of an optimizer that updates copies of pieces of the model's parameters."""
         layout = layout.on(optimizer)
         found = layout.received(optimizer)
-        gradients, norms = [one for one, _ in found], [norm for _, norm in found]
-        unclipped = layout.unclipped(self._unclipped.whole, gradients)
-        facts = {"masters": layout.facts(found, self._layouts.stale_before(number, layout))}
-        return SteppedParameters(
-            layout.recorded(optimizer), gradients, norms, unclipped, None, None, layout.vector, facts
+        gradients = [one for one, _ in found]
+        return RecordedStep(
+            number,
+            self._optimizers.taken(optimizer),
+            layout.recorded(optimizer),
+            torch.cat(gradients),
+            tuple(map(layout.vector, own)),
+            tuple(map(layout.vector, others)),
+            facts={"masters": layout.facts(found, self._layouts.stale_before(number, layout))},
+            norm=math.hypot(*(norm for _, norm in found)),
+            unclipped=layout.unclipped(self._unclipped.whole, gradients),
         )
 
     def _complete(self, optimizer: Optimizer, *, skipped: bool) -> None:
@@ -355,10 +361,7 @@ class TrainingRecorder:
         if self._recording and pending is not None:
             with torch.no_grad(), paused():
                 facts = self._observers.tell(lambda one: one.after_step(optimizer, skipped=skipped))
-            self._writer.write_step(
-                *self._world,
-                RecordedStep(**{**vars(pending), "skipped": skipped, "facts": {**pending.facts, **facts}}),
-            )
+            self._writer.write_step(*self._world, replace(pending, skipped=skipped, facts={**pending.facts, **facts}))
             self._optimizers.record(optimizer)
             self._passes.stepped(pending.optimizer)
         if not self._recording and not self._ended and self._optimizers.taken(optimizer) == self._window[0]:
@@ -398,20 +401,6 @@ class TrainingRecorder:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
-
-
-@dataclass(frozen=True, eq=False)
-class SteppedParameters:
-    """What an optimizer updates (its parameters, or pieces of the model's), with gradients, and passes as vectors."""
-
-    parameters: tuple[Parameter, ...]
-    gradients: Sequence[Tensor]
-    norms: Sequence[float]
-    unclipped: Tensor | None
-    replaced: Tensor | None
-    after_backward: Tensor | None
-    vector: Callable[[ArrivedGradients], BackwardPass]
-    facts: Facts = field(default_factory=dict)
 
 
 def _steps_with_zeros(optimizer: Optimizer) -> bool:

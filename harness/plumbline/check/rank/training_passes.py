@@ -26,7 +26,7 @@ from plumbline.check.rank.parameter_sample import ParameterSample
 from plumbline.check.rank.tensor_digest import written
 from plumbline.recording.backward_passes import is_number
 from plumbline.recording.flat_sharding import arrivals
-from plumbline.recording.observer import Observers
+from plumbline.recording.observer import Observer, Observers
 from plumbline.recording.parameter_names import ParameterNames
 from plumbline.recording.parameters import parameters_of
 from plumbline.recording.sharding import arrival_leaves, is_flat
@@ -103,6 +103,19 @@ class PassWindows:
 HOOKED = "the script has hooks on it, and activation checkpoints recomputed different values than the forward"
 
 
+class NameObserver(Observer):
+    """Names the parameters of each module that is called."""
+
+    name = "names"
+    essential = True
+
+    def __init__(self, names: ParameterNames) -> None:
+        self._names = names
+
+    def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._names.add(unwrapped(module))
+
+
 class TrainingPasses:
     """Follows passes between ``start`` and ``stop``, tells observers about them, and assigns them to optimizer steps.
 
@@ -133,14 +146,15 @@ class TrainingPasses:
         self._gradients = LocalGradients(self._pass_begins, self._pass_ends)
         self._calls = TrackedCalls(
             self._current_pass,
-            self._forward_begins,
-            self._runs_again,
-            self._forward_ends,
+            observers,
             lambda tensor: any(tensor is one for one in self._optimizers.parameters()),
-            self._constant_called,
         )
         self._exact = ExactGradients(
-            self._calls, layouts.exact, ReplayPrecision(options.truth), sample.has, self._before_replay
+            self._calls,
+            layouts.exact,
+            ReplayPrecision(options.truth),
+            sample.has,
+            self._before_replay,
         )
         self._windows = PassWindows()
         self._scales: dict[int, float] = {}
@@ -193,19 +207,6 @@ class TrainingPasses:
 
     def _current_pass(self) -> int | None:
         return None if self._gradients.current is None else self._gradients.current.number
-
-    def _forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._names.add(unwrapped(module))
-        self._observers.tell(lambda one: one.forward_begins(module, args, kwargs))
-
-    def _constant_called(self, module: nn.Module) -> None:
-        self._observers.tell(lambda one: one.constant_called(module))
-
-    def _forward_ends(self) -> None:
-        self._observers.tell(lambda one: one.forward_ends())
-
-    def _runs_again(self, module: nn.Module) -> None:
-        self._observers.tell(lambda one: one.runs_again(module))
 
     def _before_replay(self, *what: Any) -> None:
         self._observers.tell(lambda one: one.before_replay(*what))
