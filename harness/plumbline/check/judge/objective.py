@@ -121,7 +121,7 @@ def _judge_loss(training: RecordedTraining, ranks: Sequence[RecordedRank], of: s
             f"the loss{of} is not known: no backward pass started from exactly one of the loss functions of "
             "torch.nn.functional that are followed"
         )
-        yield Finding(CHECK, Outcome.SKIPPED, f"{why}{_tokens(ranks)}")
+        yield Finding(CHECK, Outcome.SKIPPED, why)
 
 
 def _without_clipping(objectives: Sequence[StepObjective]) -> Sequence[StepObjective]:
@@ -191,23 +191,6 @@ def _added(passes: Sequence[Sequence[tuple[str, float | None]]]) -> list[str] | 
         told.append(name if times == "1" else f"{times} × {name}")
     counts = Counter(told)
     return [one if count == 1 else f"{one} ({count} times)" for one, count in counts.items()]
-
-
-def _tokens(ranks: Sequence[RecordedRank]) -> str:
-    """Return what label counts say about a loss that is written by hand, "" if labels were not counted."""
-    counts = [
-        sum(tokens)
-        for rank in ranks
-        for one in passes_of(rank)
-        if (tokens := one.facts.get("objective", {}).get("tokens"))
-    ]
-    if not counts or not min(counts):
-        return ""
-    ratio = max(counts) / min(counts)
-    return (
-        f". Micro-batches have {amount(min(counts))} to {amount(max(counts))} labels: if each loss is the mean over "
-        f"its own labels, a token of one micro-batch counts up to {ratio:.3g} × as much as one of another"
-    )
 
 
 def _optimised(objectives: Sequence[StepObjective], rank: int | None, of: str, *, is_a_term: bool) -> str:

@@ -77,14 +77,10 @@ def recorder_of(options: RecordingOptions, writer: EvidenceWriter, deal: Deal) -
     return TrainingRecorder(options, writer, scale, clipping, others, sample)
 
 
-def training_observers(*, count_tokens: bool = False) -> list[Observer]:
-    """Return new observers for one process, in the order in which they are to be called.
-
-    Args:
-        count_tokens: count the labels of each batch, for a script whose loss is written by hand.
-    """
+def training_observers() -> list[Observer]:
+    """Return new observers for one process, in the order in which they are to be called."""
     loaders, parallelism = LoaderObserver(), ParallelismObserver()
-    objective = ObjectiveObserver(count_tokens=count_tokens)
+    objective = ObjectiveObserver()
     return [
         loaders,
         parallelism,

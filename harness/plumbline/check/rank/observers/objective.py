@@ -60,9 +60,7 @@ class ObjectiveObserver(Observer):
     for a mean that is not scaled), ``even``, whether the weights are equal, and ``own``, what ``weights_of`` returns
     for the terms whose weight is not zero. ``alone``: the differentiated loss is one call's result times a constant.
     ``means``: the weights of the means that add up to the loss, whatever computes them; see ``mean_weights``.
-    ``terms``: all terms of the loss, as ``LossTerm`` describes them, None if the graph is not a sum of numbers. With
-    ``count_tokens``, a pass has ``tokens``: for each forward the number of labels that are not ``ignored``, for losses
-    written by hand.
+    ``terms``: all terms of the loss, as ``LossTerm`` describes them, None if the graph is not a sum of numbers.
 
     Schedules of pipelines run several forwards before the first backward pass, and two models may compute their losses
     before either is differentiated. So a call waits for its gradient until a later call has one, until a second pass
@@ -71,13 +69,10 @@ class ObjectiveObserver(Observer):
 
     name = "objective"
 
-    def __init__(self, *, count_tokens: bool = False, ignored: int = -100) -> None:
-        self._count_tokens = count_tokens
-        self._ignored = ignored
+    def __init__(self) -> None:
         self._depth = 0
         self._calls: list[_Call] = []
         self._waiting: list[_Call] = []
-        self._tokens: list[int] = []
         self._root: Any = None
         self._means: list[list[float]] | None = None
         self._terms: LossTerms | None = None
@@ -100,17 +95,12 @@ class ObjectiveObserver(Observer):
     def stop(self) -> None:
         super().stop()
         self._root, self._means, self._terms = None, None, None
-        self._calls, self._waiting, self._tokens, self._roots = [], [], [], []
+        self._calls, self._waiting, self._roots = [], [], []
 
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note the modules and the rows of a batch, and count the labels if asked to."""
         add_root(self._roots, module)
-        if is_rehearsal():
-            return
-        self._rows = attempt(samples_in, module, args, kwargs)
-        labels = kwargs.get("labels") if self._count_tokens else None
-        if isinstance(labels, Tensor):
-            self._tokens.append(int((labels != self._ignored).sum()))
+        if not is_rehearsal():
+            self._rows = attempt(samples_in, module, args, kwargs)
 
     def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
         """Read the loss terms and the weights of means from the graph while it exists."""
@@ -128,7 +118,6 @@ class ObjectiveObserver(Observer):
         """Return the calls at whose results a gradient arrived in this pass."""
         new, self._calls = self._calls, []
         calls = [*self._waiting, *new]
-        tokens, self._tokens = self._tokens, []
         used = [one for one in calls if one.cotangent is not None]
         self._waiting = self._still_waiting(calls) if used or self._root is None else new
         alone = len(used) == 1 and _is_multiple(self._root, used[0].node)
@@ -137,14 +126,13 @@ class ObjectiveObserver(Observer):
         if terms is not None:
             terms.remove()
         facts = [made for one in used if (made := attempt(_facts, one, self._rows)) is not None]
-        if not facts and not tokens and means is None and terms is None:
+        if not facts and means is None and terms is None:
             return None
         return {
             "calls": facts,
             "alone": alone,
             "means": means,
             "terms": None if terms is None else [one.facts for one in terms.terms],
-            **({"tokens": tokens} if tokens else {}),
         }
 
     def _still_waiting(self, calls: Sequence[_Call]) -> list[_Call]:

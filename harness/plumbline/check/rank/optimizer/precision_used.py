@@ -95,18 +95,8 @@ def _name(hook: Any) -> str:
 
 
 def _flags() -> Facts:
-    """Return torch's precision flags. An older name of a flag can raise once the script has used the newer one."""
-    questions: dict[str, Callable[[], Any]] = {
-        "matmul": torch.get_float32_matmul_precision,
-        "cudnn_tf32": lambda: bool(torch.backends.cudnn.allow_tf32),
-        "fp16_reduction": lambda: bool(torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction),
-        "bf16_reduction": lambda: bool(torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction),
-        "deterministic": torch.are_deterministic_algorithms_enabled,
-    }
-    flags: Facts = {}
-    for name, ask in questions.items():
-        try:
-            flags[name] = ask()
-        except RuntimeError:
-            flags[name] = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
-    return flags
+    """Return torch's precision flags. The older name can raise once the script has used the newer one."""
+    try:
+        return {"matmul": torch.get_float32_matmul_precision()}
+    except RuntimeError:
+        return {"matmul": getattr(torch.backends.cuda.matmul, "fp32_precision", None)}
