@@ -21,7 +21,7 @@ from plumbline.check.verdict.verdict import Verdict, answer_of, mistakes, notes_
 from plumbline.core.finding import Finding, is_unexplained
 from plumbline.core.titles import heading, title_of, unexplained_title
 from plumbline.machine.software import plumbline_version
-from plumbline.report.html.page import page_environment
+from plumbline.report.html.environment import page_environment
 from plumbline.report.text import place_and_size, settings_in_words, without_hint
 
 LINES_AROUND: Final = 4

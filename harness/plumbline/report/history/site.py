@@ -27,7 +27,7 @@ from plumbline.report.history.histories import (
     link_to,
     own_code,
 )
-from plumbline.report.html.page import page_environment
+from plumbline.report.html.environment import page_environment
 from plumbline.report.tables.cells import counts_in_words
 from plumbline.results.files import write_text
 from plumbline.results.records import KNOWN, grouped

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -10,27 +9,17 @@ from hashlib import sha256
 from itertools import count, groupby
 from typing import Any, Final
 
-from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup, escape
+from jinja2 import Environment
 
-from plumbline.core.numbers import compact, counted, x_noise
 from plumbline.report.formats import ReportFormat
 from plumbline.report.html import charts, pictures
+from plumbline.report.html.environment import page_environment
 from plumbline.report.tables import failures, measured, run_summary, support
 from plumbline.report.tables.cells import cell_table
 from plumbline.report.tables.claims import claims
 from plumbline.report.tables.failures import Diagnosis, diagnoses
 from plumbline.report.tables.grid import GridCell, anchors, grids
-from plumbline.report.text import (
-    between,
-    digits,
-    in_words,
-    location,
-    names_itself,
-    place_and_size,
-    printable_lines,
-    shortened,
-)
+from plumbline.report.text import between, location, names_itself, place_and_size
 from plumbline.results.files import log_tails
 from plumbline.results.run import Run
 
@@ -224,32 +213,3 @@ def _environment() -> Environment:
 
 
 FORMAT = ReportFormat("the whole page", report_page, {"report.html": report_page})
-
-
-_BEFORE_ITS_UNIT = re.compile(r"(?<=\d) (?=%|×)")
-_OPTION = re.compile(r"(?<!\S)--?[a-z][\w-]*")
-
-
-def page_environment(*packages: str) -> Environment:
-    """Return an environment for the templates of these packages, which can extend ``base.html.jinja``."""
-    environment = Environment(
-        loader=ChoiceLoader([PackageLoader(package) for package in (*packages, "plumbline.report.html")]),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=lambda value: _prose(value) if type(value) is str else value,
-    )
-    filters: tuple[Callable[..., str], ...] = (code, compact, counted, digits, in_words, shortened, x_noise)
-    environment.filters |= {one.__name__: one for one in filters}
-    return environment
-
-
-def code(text: str) -> Markup:
-    """Return text for copying: unchanged, and without line breaks inside an option."""
-    return Markup(_OPTION.sub(r'<span class="option">\g<0></span>', str(escape(printable_lines(text)))))
-
-
-def _prose(text: str) -> str:
-    """Return text with no-break spaces between figures and their units."""
-    return _BEFORE_ITS_UNIT.sub("\N{NO-BREAK SPACE}", printable_lines(text))
