@@ -104,7 +104,7 @@ def test_the_weight_of_a_mean_is_read_off_the_graph_of_any_loss(observer: Object
 
 def test_class_weights_count() -> None:
     weight = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    from plumbline.check.rank.observers.objective import describe
+    from plumbline.check.rank.observers.loss_functions import describe
 
     call = describe("cross_entropy", functional.cross_entropy, (SCORES, TARGETS, weight), {})
     assert call.terms == 10.0

@@ -16,7 +16,7 @@ from plumbline.check.evidence.training import BackwardPass, Facts, RecordedStep,
 from plumbline.check.judge.noted import amount, not_judged
 from plumbline.check.judge.rank_weights import rank_layout
 from plumbline.check.judge.step_objective import EXACT, NEAR, calls_of_one_loss, received_by, steps_together
-from plumbline.check.rank.observers.objective import CLASSES
+from plumbline.check.rank.observers.loss_functions import CLASSES
 from plumbline.core.finding import Finding
 from plumbline.core.numbers import counted
 from plumbline.core.outcome import Outcome
