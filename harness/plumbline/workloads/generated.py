@@ -98,11 +98,11 @@ class Generated(Plain):
     def build(self) -> nn.Module:
         model = _Model(self.recipe)
         if self.adapters:
-            trained = [layer for layer in model.layers if isinstance(layer, Adapted)]
             model.requires_grad_(False)
-            for layer in trained:
-                layer.down.requires_grad_(True)
-                layer.up.requires_grad_(True)
+            for layer in model.layers:
+                if isinstance(layer, Adapted):
+                    layer.down.requires_grad_(True)
+                    layer.up.requires_grad_(True)
         return model
 
     def columns(self, count: int, generator: torch.Generator) -> Batch:
