@@ -347,9 +347,49 @@ def _beside() -> tuple[list[nn.Module], Step]:
                 one.requires_grad_()
             functional.mse_loss(stage(received[0]) + received[1][:, :4], targets).backward()
             for one in received:
-                dist.send(one.grad, 0)
+                dist.send(one.grad * (2 if MISTAKE == "gradient-sent-doubled" else 1), 0)
 
     return [stage], step
+
+
+def _between_modules(kind: str) -> tuple[list[nn.Module], Step]:
+    """Two stages by hand, with operations outside of modules before activations are sent, or after they are received.
+
+    ``multiplied``: the backward pass of the first stage begins at the product of its output and the gradient.
+    ``shared``: the last stage passes what it receives to two modules. ``transposed``: what is sent has another layout
+    than the tensor at which the backward pass begins.
+    """
+    rank = dist.get_rank()
+    stage, head = [Stage(), Stage(4)][rank], nn.Linear(WIDTH, 4)
+
+    def step(rows: Tensor, targets: Tensor) -> None:
+        if rank == 0:
+            values = stage(rows)
+            values = values[2:].tanh() if kind == "computed" else values
+            sent = values.detach().t().contiguous() if kind == "transposed" else values.detach()
+            dist.send(sent, 1)
+            gradient = torch.empty_like(sent)
+            dist.recv(gradient, 1)
+            if kind == "multiplied":
+                (values * gradient).sum().backward()
+            else:
+                values.backward(gradient.t() if kind == "transposed" else gradient)
+            return
+        targets = targets[2:] if kind == "computed" else targets
+        shape = (WIDTH, len(targets)) if kind == "transposed" else (len(targets), WIDTH)
+        received = torch.empty(shape)
+        dist.recv(received, 0)
+        received.requires_grad_()
+        if kind == "shared":
+            outputs = stage(received) + head(received.clone())
+        else:
+            outputs = stage(
+                received.t() if kind == "transposed" else received.sigmoid() if kind == "computed" else received
+            )
+        functional.mse_loss(outputs, targets).backward()
+        dist.send(received.grad * (2 if MISTAKE == "gradient-sent-doubled" else 1), 0)
+
+    return [stage, head] if rank and kind == "shared" else [stage], step
 
 
 class PassingOn(nn.Module):
@@ -409,6 +449,7 @@ def run(scene: str, mistake: str = "") -> None:
         "equal": _equal, "accumulated": _accumulated,
         "summed": partial(_summed, "1F1B"), "clipped": partial(_of_two, "1F1B", functional.mse_loss),
         "freed": _freed, "passing-on": _passing_on, "beside": _beside,
+        **{kind: partial(_between_modules, kind) for kind in ("computed", "multiplied", "shared", "transposed")},
         "sent-in-float32": partial(_converted, torch.float32),
         "sent-in-bfloat16": partial(_converted, torch.bfloat16),
     }  # fmt: skip

@@ -20,6 +20,10 @@ WRONG = {
     ("communicating", "gradient-sent-doubled"): "some-tensors-scaled",
     ("freed", "gradient-sent-doubled"): "exchanged-otherwise",
     ("passing-on", "gradient-sent-doubled"): "some-tensors-scaled",
+    **dict.fromkeys(
+        [(scene, "gradient-sent-doubled") for scene in ("beside", "computed", "multiplied", "shared")],
+        "exchanged-otherwise",
+    ),
     ("sent-in-float32", "gradient-sent-doubled"): "exchanged-otherwise",
     ("sent-in-bfloat16", "gradient-sent-doubled"): "exchanged-otherwise",
     ("tied", "tied-not-added"): "tied-gradients-not-added",
@@ -45,7 +49,7 @@ def checked(plumbline: Any, *scene: str, ranks: int = 0) -> CheckedTraining:
 
 BY_HAND = (
     "in-parts", "replicas", "tied", "equal", "freed", "passing-on", "beside", "sent-in-float32", "sent-in-bfloat16",
-    "accumulated", "summed", "clipped",
+    "accumulated", "summed", "clipped", "computed", "multiplied", "shared", "transposed",
 )  # fmt: skip
 
 
@@ -58,11 +62,11 @@ def test_all_of_a_right_pipeline_is_judged(plumbline: Any, scene: str) -> None:
     assert answer_of(training) is Answer.RIGHT, training.coverage.gradients
 
 
-@pytest.mark.parametrize(("scene", "is_told"), [("beside", True), ("freed", False)])
+@pytest.mark.parametrize(("scene", "is_told"), [("transposed", True), ("beside", False), ("freed", False)])
 def test_it_is_told_which_gradients_of_activations_were_not_compared(plumbline: Any, scene: str, is_told: bool) -> None:
-    """In one pipeline, a stage receives what the script computes outside of a module."""
+    """In one pipeline, a backward pass begins at other values than those that are sent."""
     notes = [one.message for one in checked(plumbline, scene).findings if isinstance(one, HeadlineNote)]
-    assert ["Rank 1 received activations that are not the output of a module" in one for one in notes] == [
+    assert ["Rank 1 received activations, but it is not known which backward pass" in one for one in notes] == [
         True
     ] * is_told
 
@@ -95,6 +99,11 @@ def test_gradients_that_a_schedule_scales_are_a_mean(plumbline: Any, kind: str) 
 
 def test_stages_that_send_in_their_forward_are_judged_in_full(plumbline: Any) -> None:
     assert answer_of(checked(plumbline, "communicating")) is Answer.RIGHT
+
+
+def test_stages_that_send_and_receive_in_their_forward_are_judged_on_three_ranks(plumbline: Any) -> None:
+    """The ranks send different numbers of messages: the middle one sends and receives."""
+    assert answer_of(checked(plumbline, "passing-on", ranks=3)) is Answer.RIGHT
 
 
 def test_what_a_sending_stage_leaves_behind_is_no_loss_to_be_averaged(plumbline: Any) -> None:

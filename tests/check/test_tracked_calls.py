@@ -12,7 +12,7 @@ from replaying import Recording, assert_exact, recording
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from plumbline.replay.uses import is_received
+from plumbline.replay.uses import received_leaf
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # more cost more than they save: the models are tiny
 
@@ -453,7 +453,8 @@ def test_memory_is_freed_with_the_graph() -> None:
     ids=["leaf", "clone", "cast", "sum", "module", "parameter"],
 )
 def test_a_leaf_and_a_copy_of_one_are_received_from_elsewhere(given: Any, is_one: bool) -> None:
-    assert is_received(given(torch.randn(4, 4, requires_grad=True))) is is_one
+    leaf = torch.randn(4, 4, requires_grad=True)
+    assert (received_leaf(given(leaf)) is leaf) is is_one
 
 
 def test_a_tensor_that_is_received_into_again_is_another_activation() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 from weakref import ref
 
@@ -22,6 +23,7 @@ class BackwardPasses:
     These are calls of ``torch.autograd.backward``, and direct calls of autograd's engine, as in Megatron-LM's pipeline
     schedules. A pass inside of another one, as in reentrant checkpointing, is part of it. Calls of
     ``torch.autograd.grad`` do not count, because they do not change ``.grad``; neither do calls while ``paused``.
+    ``given``: the gradients that the script gives at the roots of the pass that is running, None where it gives none.
     ``has_failed``: the pass that is running or has just ended raised an exception.
     """
 
@@ -32,6 +34,7 @@ class BackwardPasses:
         self._depth = 0
         self._apart = 0
         self.count = 0
+        self.given: Sequence[Tensor | None] = ()
         self.has_failed = False
 
     def install(self) -> None:
@@ -59,7 +62,7 @@ class BackwardPasses:
     def _followed(self, backward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.is_apart:
             return backward(*args, **kwargs)
-        self._enter(_roots(args, kwargs))
+        self._enter(*_roots(args, kwargs))
         try:
             return backward(*args, **kwargs)
         except BaseException:
@@ -74,27 +77,29 @@ class BackwardPasses:
         return bool(self._apart) or is_paused()
 
     @contextmanager
-    def counted(self, roots: Sequence[Tensor]) -> Iterator[None]:
+    def counted(self, roots: Sequence[Tensor], given: Sequence[Tensor | None]) -> Iterator[None]:
         """Count the block as one backward pass, although it calls ``torch.autograd.grad``."""
         if self.is_apart:
             yield
             return
-        self._enter(roots)
+        self._enter(roots, given)
         try:
             yield
         finally:
             self._leave()
 
-    def _enter(self, roots: Sequence[Tensor]) -> None:
+    def _enter(self, roots: Sequence[Tensor], given: Sequence[Tensor | None]) -> None:
         self._depth += 1
         if self._depth == 1:
             self.count += 1
             self.has_failed = False
+            self.given = given
             self._begins(self.count - 1, roots)
 
     def _leave(self) -> None:
         self._depth -= 1
         if self._depth == 0:
+            self.given = ()
             self._ends(self.count - 1)
 
 
@@ -119,11 +124,18 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def _roots(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor]:
-    """Return the tensors at which a call of ``torch.autograd.backward`` begins."""
-    given = args[0] if args else kwargs.get("tensors", ())
-    given = given if isinstance(given, (tuple, list)) else (given,)
-    return [one for one in given if isinstance(one, Tensor)]
+def _roots(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
+    """Return the tensors at which a call of ``torch.autograd.backward`` begins, and the gradients given there."""
+    tensors, gradients = (
+        _as_list(args[place] if len(args) > place else kwargs.get(name))
+        for place, name in enumerate(("tensors", "grad_tensors"))
+    )
+    found = [pair for pair in zip_longest(tensors, gradients) if isinstance(pair[0], Tensor)]
+    return [root for root, _ in found], [given if isinstance(given, Tensor) else None for _, given in found]
+
+
+def _as_list(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, (tuple, list)) else [given]
 
 
 def is_number(root: Tensor) -> bool:

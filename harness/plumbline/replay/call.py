@@ -66,11 +66,11 @@ class TrackedCall:
     tensor that requires a gradient. ``cotangents`` has, by backward pass, the gradient that arrived at each output from
     outside of the call, or None. ``obstacle`` says why the call cannot be run again; it is empty if it can. ``scalars``
     maps the index in ``outputs`` of each single-number tensor to its key, field or index in the output. ``compiled``:
-    the module or a part of it ran as compiled code. ``collectives`` counts how often the call communicated, by process
-    group name. ``is_distributed``: some parameters are DTensors that no replay gathers. ``activations`` are the
-    arguments that are leaves and require a gradient, as in a pipeline stage. ``runs_code``: a backward pass runs custom
-    functions in Python, which may do something else each time. ``set_inputs`` has the activations that
-    the script set as attributes of modules before the call: the attributes, the name, and a copy. ``frozen`` has the
+    the module or a part of it ran as compiled code. ``collectives`` counts how often the call communicated, by the
+    names in ``collectives()``. ``is_distributed``: some parameters are DTensors that no replay gathers. ``activations``
+    are the arguments that are leaves and require a gradient, as in a pipeline stage. ``runs_code``: a backward pass
+    runs custom functions in Python, which may do something else each time. ``set_inputs`` has the activations that the
+    script set as attributes of modules before the call: the attributes, the name, and a copy. ``frozen`` has the
     states of frozen parameters, and ``nodes`` the nodes that computed the arguments, while the call runs. A module may
     write its outputs into a dict that it is given, so the arguments are different afterwards.
     """

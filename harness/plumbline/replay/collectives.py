@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed
 
+from plumbline.recording.patching import attempt, wrap
 from plumbline.replay.call import TrackedCall
 
 _NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd"})
@@ -44,8 +46,62 @@ def reaches_others(func: Any, arguments: Sequence[Any]) -> bool:
     return not groups or any(len(members.get(one, ())) != 1 for one in groups)
 
 
+_MESSAGES: Counter[str] = Counter()
+"""The number of messages so far, by process group name, sender, receiver, and whether this rank sent or received."""
+
+_NUMBERED: Counter[str] = Counter()
+"""How many of these messages the sequence number of each process group counts."""
+
+_SENT, _RECEIVED, _ANY = "sent", "received", "any"
+
+
+def follow_messages() -> None:
+    """Count point-to-point messages from now on: only gloo counts them, and as collectives."""
+    if torch.distributed.is_available():
+        groups: Any = torch.distributed.ProcessGroup
+        wrap(groups, "send", lambda *args, **kwargs: _counted(_SENT, *args, **kwargs))
+        for name in ("recv", "recv_anysource"):
+            wrap(groups, name, lambda *args, **kwargs: _counted(_RECEIVED, *args, **kwargs))
+
+
+def _counted(what: str, original: Callable[..., Any], group: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    before = attempt(group._get_sequence_number_for_group)
+    work = original(group, tensors, *args, **kwargs)
+    after = attempt(group._get_sequence_number_for_group)
+    # The arguments of ``recv_anysource`` are only a tag.
+    other = args[0] if len(args) > 1 else _ANY
+    link = f"{group.rank()}>{other}" if what == _SENT else f"{other}>{group.rank()}"
+    _MESSAGES[f"{group.group_name} {link} {what}"] += 1
+    _NUMBERED[str(group.group_name)] += (after or 0) - (before or 0)
+    return work
+
+
+def all_arrive(every: Iterable[Mapping[str, int]]) -> bool:
+    """Return whether the messages that ranks send are those that they receive, judging by all ranks' counts."""
+    sent, received = Counter[str](), Counter[str]()
+    for own in every:
+        for key, count in own.items():
+            link, _, what = key.rpartition(" ")
+            (sent if what == _SENT else received)[link] += count
+    known = {link: count for link, count in received.items() if f" {_ANY}>" not in link}
+
+    def into(counts: Mapping[str, int]) -> Counter[str]:
+        found = Counter[str]()
+        for link, count in counts.items():
+            group, _, ends = link.rpartition(" ")
+            found[f"{group} {ends.partition('>')[-1]}"] += count
+        return found
+
+    return into(sent) == into(received) and all(count <= sent[link] for link, count in known.items())
+
+
+def group_of(name: str) -> str:
+    """Return the process group of a name in ``collectives``."""
+    return name.partition(" ")[0]
+
+
 def collectives() -> dict[str, int]:
-    """Return the number of collectives and point-to-point messages so far, by process group name.
+    """Return the number of collectives so far, by process group name, and of messages, by names that begin with it.
 
     Groups of one rank are left out, and backends that do not count them.
     """
@@ -57,10 +113,10 @@ def collectives() -> dict[str, int]:
         if len(c10d._world.pg_group_ranks.get(group, ())) == 1:
             continue
         try:
-            counts[str(name)] = group._get_sequence_number_for_group()
+            counts[str(name)] = group._get_sequence_number_for_group() - _NUMBERED[str(name)]
         except RuntimeError:
             continue
-    return counts
+    return counts | _MESSAGES
 
 
 def communicates_beside(call: TrackedCall, inner: Sequence[TrackedCall]) -> bool:

@@ -29,7 +29,7 @@ from plumbline.replay.random_state import AutocastState, RandomState
 from plumbline.replay.reasons import FLAT_PARTS, SECOND_ORDER, STALE
 from plumbline.replay.unsharding import is_distributed, shards
 from plumbline.replay.unwrapping import Role
-from plumbline.replay.uses import is_received, runs_own_code, used_outside
+from plumbline.replay.uses import received_leaf, runs_own_code, used_outside
 
 CurrentPass = Callable[[], "int | None"]
 """Returns the number of the backward pass that is running, None if there is none that counts."""
@@ -75,6 +75,7 @@ class TrackedCalls:
         self._outside: dict[int, list[nn.Parameter]] = {}
         self._begun_inside: set[int] = set()  # passes with given gradients, not from a loss
         self._to_inputs: set[int] = set()  # passes that reach leaves that are not weights
+        self._from_elsewhere: dict[int, list[Activation]] = {}  # these leaves, by pass
         self._recording = False
         self._number = 0
         self._patch: ModuleCalls | None = None
@@ -135,8 +136,16 @@ class TrackedCalls:
             leaves = used_outside(roots)
             found = [one for one in leaves if isinstance(one, nn.Parameter)]
             self._outside.setdefault(number, []).extend(found)
-            if any(not isinstance(one, nn.Parameter) and not self._is_weight(one) for one in leaves):
+            inputs = [one for one in leaves if not isinstance(one, nn.Parameter) and not self._is_weight(one)]
+            if inputs:
                 self._to_inputs.add(number)
+                known = (attempt(self._activation, one) for one in inputs)
+                self._from_elsewhere[number] = [one for one in known if one is not None]
+
+    def take_received(self) -> dict[int, list[Activation]]:
+        """Return the activations that reach calls only through other operations, by pass since the last time."""
+        taken, self._from_elsewhere = self._from_elsewhere, {}
+        return taken
 
     def take_outside(self) -> dict[int, list[nn.Parameter]]:
         """Return the parameters that are used outside of tracked calls, by backward pass since the last time."""
@@ -243,12 +252,20 @@ class TrackedCalls:
 
     def _activations(self, given: Any) -> Iterator[Activation]:
         for one in tensors_in(given):
-            if one.requires_grad and is_received(one):
-                activation = Activation(sample(one))
-                register: Any = one.register_hook
-                hook = register(partial(self._arrived, activation))
-                self._arrivals[one] = [*self._waiting(one), (activation, hook)]
-                yield activation
+            leaf = received_leaf(one) if one.requires_grad else None
+            if leaf is not None:
+                yield self._activation(leaf)
+
+    def _activation(self, leaf: Tensor) -> Activation:
+        """Return the activation of a leaf, one for all that is computed from it: its gradient arrives once."""
+        values, waiting = sample(leaf), self._waiting(leaf)
+        found = next((own for own, _ in waiting if torch.equal(own.sample, values)), None)
+        if found is None:
+            found = Activation(values)
+            register: Any = leaf.register_hook
+            waiting = [*waiting, (found, register(partial(self._arrived, found)))]
+        self._arrivals[leaf] = waiting
+        return found
 
     def _waiting(self, received: Tensor) -> list[tuple[Activation, Any]]:
         """Return the activations of a tensor whose gradient has not arrived, and unhook the others.

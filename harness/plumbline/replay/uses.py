@@ -13,7 +13,7 @@ from plumbline.replay.alias import CallOutputs
 
 _CALL: Any = CallOutputs._backward_cls
 
-_COPIES = frozenset({"CloneBackward0", "ToCopyBackward0", "AliasBackward0", "ViewBackward0", "UnsafeViewBackward0"})
+COPIES = frozenset({"CloneBackward0", "ToCopyBackward0", "AliasBackward0", "ViewBackward0", "UnsafeViewBackward0"})
 """Nodes whose output has the values of their input."""
 
 
@@ -50,15 +50,15 @@ def used_outside(outputs: Iterable[Tensor]) -> list[Tensor]:
     return [node.variable for node in _walk(outputs, into_calls=False) if hasattr(node, "variable")]
 
 
-def is_received(tensor: Tensor) -> bool:
-    """Return whether a tensor that requires a gradient is a leaf, or a copy of one, but no parameter."""
+def received_leaf(tensor: Tensor) -> Tensor | None:
+    """Return the leaf that a tensor that requires a gradient is, or is a copy of; None for parameters and others."""
     leaf = tensor
     for node in _walk([tensor], into_calls=True):
         if hasattr(node, "variable"):
             leaf = node.variable
-        elif type(node).__name__ not in _COPIES:
-            return False
-    return not isinstance(leaf, nn.Parameter)
+        elif type(node).__name__ not in COPIES:
+            return None
+    return None if isinstance(leaf, nn.Parameter) else leaf
 
 
 def _walk(outputs: Iterable[Tensor], *, into_calls: bool) -> Iterator[Any]:

@@ -131,9 +131,9 @@ def _on_stages(joint: JointTruth) -> Iterator[Finding]:
         ranks = name_ranks(joint.not_compared, joint.training.world_size)
         yield headline_note(
             CHECK,
-            f"{ranks[0].upper()}{ranks[1:]} received activations that are not the output of a module on one other "
-            "rank, so the gradients that are sent back for them were not compared. All gradients are judged as if "
-            "these were right.",
+            f"{ranks[0].upper()}{ranks[1:]} received activations, but it is not known which backward pass of another "
+            "rank begins with the gradients that are sent back for them, so these were not compared. All gradients are "
+            "judged as if these were right.",
         )
 
 

@@ -31,7 +31,7 @@ from plumbline.recording.parameter_names import ParameterNames
 from plumbline.recording.parameters import parameters_of
 from plumbline.recording.sharding import arrival_leaves, is_flat
 from plumbline.replay.checkpointing import nothing_recomputed
-from plumbline.replay.collectives import collectives
+from plumbline.replay.collectives import collectives, follow_messages
 from plumbline.replay.exact_gradients import ExactGradients, ExactPass
 from plumbline.replay.precision import ReplayPrecision
 from plumbline.replay.reasons import OUTSIDE
@@ -158,7 +158,7 @@ class TrainingPasses:
         )
         self._windows = PassWindows()
         self._scales: dict[int, float] = {}
-        joint.connect(self._gradients.passes.counted, lambda: self._calls.is_inside)
+        joint.connect(self._gradients.passes, lambda: self._calls.is_inside)
         self._following = False
         self.uncovered: dict[str, str] = {}
 
@@ -167,7 +167,8 @@ class TrainingPasses:
         return self._gradients.passes.count
 
     def install(self) -> None:
-        """Number the backward passes from now on."""
+        """Number the backward passes, and count messages, from now on."""
+        follow_messages()
         self._gradients.passes.install()
 
     def start(self) -> None:
@@ -259,6 +260,7 @@ class TrainingPasses:
         forwards can be repeated, which one step of each kind does. Whether a router's gradient is zero is a question
         about every step.
         """
+        received = self._calls.take_received()
         if not self._replays:
             self._calls.forget()
             return
@@ -291,6 +293,7 @@ class TrainingPasses:
                 calls,
                 passes,
                 beside,
+                received,
                 communicates=any(one.communicates for one in exact.values()),
             )
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+import torch.distributed
 from torch import Tensor
 
 from plumbline.check.rank.joint.copies_and_parts import (
@@ -144,6 +145,18 @@ class JointComparison:
         left, self._left, self._waiting = self._left, {}, None
         step = self._steps = self._steps + 1
         return self._compared(held, begin)
+
+    def received_elsewhere(self, own: Sequence[str]) -> set[str]:
+        """Return the digests of activations that other ranks have received. All ranks must call this together."""
+        if self.obstacle:
+            return set()
+        try:
+            every = self._exchange.values(own)
+        except AbsentRankError as error:
+            self.leave(str(error))
+            return set()
+        rank = torch.distributed.get_rank()
+        return {digest for other, found in enumerate(every) if other != rank for digest in found}
 
     @property
     def is_waiting(self) -> bool:

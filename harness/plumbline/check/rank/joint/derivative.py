@@ -21,11 +21,12 @@ from plumbline.check.rank.joint.forward import JointForward, RecordedCall, unit_
 from plumbline.check.rank.joint.holders import note_holders
 from plumbline.check.rank.joint.meetings import Meetings, told
 from plumbline.check.rank.joint.reductions import used_after_reductions
-from plumbline.check.rank.joint.stages import changed_on_the_way, passed_on, successive
+from plumbline.check.rank.joint.stages import Sent, changed_on_the_way, passed_on, successive
 from plumbline.check.rank.joint.uses import followed_uses
 from plumbline.check.rank.joint.weights import JointParameter, JointWeights, has_memory_for, leaves_of, product
 from plumbline.check.rank.store_exchange import Exchange, NoAgreementError
-from plumbline.replay.collectives import members_of_groups
+from plumbline.replay.call import Activation
+from plumbline.replay.collectives import all_arrive, members_of_groups
 from plumbline.replay.derivatives import InPlace
 from plumbline.replay.function_derivatives import can_be_a_derivative
 from plumbline.replay.precision import ReplayPrecision
@@ -84,8 +85,9 @@ class RankLosses:
 
     ``are_computed_together``: a function that communicates has computed them from the outputs of modules. ``ranks``:
     the number of ranks in its group. ``have_parts``: its backward gives each of them the derivative of one loss with
-    respect to the rank's own outputs. ``begin_at_losses``: the same for each pass, by its number. ``of_outputs``: the
-    passes that begin at outputs of modules, with the gradients that the script gives them.
+    respect to the rank's own outputs. ``begin_at_losses``: the same for each pass, by its number. ``sent``: the
+    activations at which the other passes begin, with the gradients that the script gives there. ``received``:
+    activations that reach calls only through other operations.
     """
 
     values: Sequence[float]
@@ -93,7 +95,8 @@ class RankLosses:
     ranks: int = 1
     have_parts: bool = False
     begin_at_losses: Mapping[int, bool] = field(default_factory=dict)
-    of_outputs: Collection[int] = ()
+    sent: Sequence[Sent] = ()
+    received: Sequence[Activation] = ()
 
 
 @dataclass(frozen=True)
@@ -200,7 +203,7 @@ class JointDerivative:
         self.squares: dict[Key, float] = {}
         self.factor: tuple[float, float] | None = None
         self.receive(held)
-        passed = exchange.values(passed_on(calls, losses.of_outputs))
+        passed = exchange.values(passed_on(calls, losses.sent, losses.received))
         self.changed, self.not_compared = changed_on_the_way(passed, self.unit)
         gathered = leaves_of(one.call.module for one in calls)
         self._weights = JointWeights(ReplayPrecision.FLOAT64, held, gathered)
@@ -315,12 +318,19 @@ class JointDerivative:
     def _agree(self, collectives: Mapping[str, list[int]]) -> None:
         """Make sure that all members of each process group used it equally often in their calls."""
         members = members_of_groups()
-        counts = {name: [members[name], [one for one in given if one]] for name, given in collectives.items()}
-        everywhere = self._exchange.values(counts)
-        for own in everywhere:
+        counts = {
+            name: [members[name], [one for one in given if one]]
+            for name, given in collectives.items()
+            if name in members
+        }
+        messages = {name: sum(given) for name, given in collectives.items() if name not in members}
+        everywhere = self._exchange.values([counts, messages])
+        for own, _ in everywhere:
             for name, (ranks, given) in own.items():
-                if any(everywhere[rank].get(name, [ranks, []]) != [ranks, given] for rank in ranks if given):
+                if any(everywhere[rank][0].get(name, [ranks, []]) != [ranks, given] for rank in ranks if given):
                     raise NoAgreementError("ranks called different numbers of collectives in the forward")
+        if not all_arrive(sent for _, sent in everywhere):
+            raise NoAgreementError("ranks sent messages in the forward that others receive elsewhere")
 
     def _rehearsed(self, compute: Callable[[], list[Any]]) -> list[list[Any]]:
         """Compute together for the first time, so that errors on one rank alone appear here. See ``_all``."""

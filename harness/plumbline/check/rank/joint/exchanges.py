@@ -19,7 +19,7 @@ from plumbline.recording.backward_passes import in_backward
 from plumbline.recording.observer import Facts
 from plumbline.recording.pause import is_paused
 from plumbline.replay.applied_functions import follow_functions
-from plumbline.replay.collectives import collectives, members_of_groups
+from plumbline.replay.collectives import collectives, group_of, members_of_groups
 from plumbline.replay.draws import Draws
 from plumbline.replay.nested import map_tensors, tensors_in
 from plumbline.replay.own_numbers import normal
@@ -280,5 +280,5 @@ def _with_graph(result: Any) -> list[Tensor]:
 def _ranks_of(before: Mapping[str, int], after: Mapping[str, int]) -> int:
     """Return the size of the group in which all collectives between two counts communicated, 0 for several groups."""
     members = members_of_groups()
-    groups = [members.get(name, []) for name, count in after.items() if count != before.get(name, 0)]
+    groups = [members.get(group_of(name), []) for name, count in after.items() if count != before.get(name, 0)]
     return len(groups[0]) if all(one == groups[0] for one in groups) else 0

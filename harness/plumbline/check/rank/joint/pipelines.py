@@ -13,8 +13,8 @@ from torch import Tensor
 from plumbline.recording.patching import attempt, wrap
 from plumbline.recording.rehearsal import rehearsal
 
-CountedPass = Callable[[Sequence[Tensor]], AbstractContextManager[None]]
-"""Counts what runs inside the block as a backward pass from these roots."""
+CountedPass = Callable[[Sequence[Tensor], "Sequence[Tensor | None]"], AbstractContextManager[None]]
+"""Counts what runs inside the block as a backward pass from these roots, with the gradients given there."""
 
 
 class Pipelines:
@@ -68,11 +68,15 @@ class Pipelines:
             self._stages[id(one)] = stage.stage_index
         self.on_scaled(stage.submod.parameters(), scaled)
 
-    def _around_inputs(self, original: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def _around_inputs(
+        self, original: Callable[..., Any], outputs: Any, gradients: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         if self.counted is None:
-            return original(outputs, *args, **kwargs)
-        with self.counted([one for one in outputs if isinstance(one, torch.Tensor)]):
-            return original(outputs, *args, **kwargs)
+            return original(outputs, gradients, *args, **kwargs)
+        given = gradients or [None] * len(outputs)
+        found = [pair for pair in zip(outputs, given, strict=True) if isinstance(pair[0], torch.Tensor)]
+        with self.counted([root for root, _ in found], [one for _, one in found]):
+            return original(outputs, gradients, *args, **kwargs)
 
 
 def _rehearsed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,10 @@ from plumbline.check.rank.joint.forward import RecordedCall
 from plumbline.evidence.rank_file import tensor_bytes
 from plumbline.recording.observer import Facts
 from plumbline.recording.sharding import local
+from plumbline.replay.alias import CallOutputs
+from plumbline.replay.call import Activation, sample
 from plumbline.replay.own_numbers import normal
+from plumbline.replay.uses import COPIES
 
 LIMIT = 2.0**7
 """Largest error of a right gradient, in multiples of the noise, as in ``derivative``."""
@@ -24,34 +27,83 @@ LIMIT_16_BIT = 2.0**4
 """The same in 16-bit formats, as in ``derivative``."""
 
 
-def passed_on(calls: Sequence[RecordedCall], of_outputs: Collection[int]) -> Facts:
-    """Return the gradients at the outputs of this rank's calls, and at the activations that they received.
+Sent = tuple[str, float, float]
+"""A digest of activations, a projection of the gradient at them, and the sum of the projection's squared terms."""
 
-    Each has a digest of the values, a projection of the gradient, and the sum of the projection's squared terms. In
-    passes that do not begin at outputs, what the script computes from an output may add to its gradient, so the
-    projection is NaN.
+_OUTPUTS: Any = CallOutputs._backward_cls
+"""The node of a tracked call's outputs."""
+
+
+def sent_for(root: Tensor, gradient: Tensor) -> Sent:
+    """Return what the script gives as the gradient of activations, at which a backward pass begins.
+
+    Scripts free the outputs of modules after they have sent them, so their recorded values count.
     """
-    sent = [
-        [_digest(values), *(_projected(cotangent) if number in of_outputs else (math.nan, math.nan))]
+    node: Any = root.grad_fn
+    values = node.call.outputs[root.output_nr] if isinstance(node, _OUTPUTS) else sample(root)
+    return _digest(values), *_projected(gradient)
+
+
+_FACTORS = {"MulBackward0": ("_saved_other", "_saved_self"), "DotBackward0": ("_saved_tensor", "_saved_self")}
+"""Nodes of products, with the attributes that hold the factor of the first and of the second input."""
+
+
+def sent_as_product(root: Tensor) -> Sent | None:
+    """Return what the script gives as the gradient of a module's output by a backward pass from their inner product.
+
+    None if this number is no such product. The sum of an output times a mask looks alike, but is a loss.
+    """
+    node: Any = root.grad_fn
+    if type(node).__name__ == "SumBackward0":
+        node = node.next_functions[0][0]
+    factors = _FACTORS.get(type(node).__name__, ())
+    inputs = [(one, name) for one, name in zip(node.next_functions, factors, strict=False) if one[0] is not None]
+    if len(inputs) != 1:
+        return None
+    (((output, number), name),) = inputs
+    factor = getattr(node, name)
+    while type(output).__name__ in COPIES:
+        output, number = output.next_functions[0]
+    if not isinstance(output, _OUTPUTS) or factor.numel() != math.prod(output._input_metadata[number].shape):
+        return None
+    return _digest(output.call.outputs[number]), *_projected(factor)
+
+
+def digests(activations: Iterable[Activation]) -> list[str]:
+    """Return digests of activations that received a gradient."""
+    return [_digest(one.sample) for one in activations if one.gradients]
+
+
+def passed_on(calls: Sequence[RecordedCall], sent: Sequence[Sent], others: Sequence[Activation] = ()) -> Facts:
+    """Return the gradients that were given at this rank's activations, and those at activations that it received.
+
+    Outputs of modules may have been sent, too, although no backward pass begins there: their projection is NaN. The
+    calls have the received activations, apart from ``others``.
+    """
+    known = {digest for digest, *_ in sent}
+    outputs = {
+        _digest(values)
         for one in calls
-        for number, cotangents in one.cotangents.items()
+        for cotangents in one.cotangents.values()
         for values, cotangent in zip(one.call.outputs, cotangents, strict=True)
         if cotangent is not None
-    ]
+    }
+    activations = {id(each): each for each in (*others, *(each for one in calls for each in one.call.activations))}
     received = [
         [_digest(activation.sample), *_projected(gradient)]
-        for one in calls
-        for activation in one.call.activations
+        for activation in activations.values()
         for gradient in activation.gradients.values()
     ]
-    return {"sent": sent, "received": received}
+    unknown = [[digest, math.nan, math.nan] for digest in sorted(outputs - known)]
+    return {"sent": [*map(list, sent), *unknown], "received": received}
 
 
 def changed_on_the_way(every: Sequence[Facts], unit: float) -> tuple[list[Facts], list[int]]:
     """Return the gradients that ranks received differently from how others computed them for the same values.
 
-    Also return the ranks whose gradients at received activations were not compared: no module's output has their
-    values, or several ranks send or receive these, and it is not known how their gradients belong together.
+    Also return the ranks whose gradients at received activations were not compared: no backward pass of another rank
+    begins at these values, or several ranks send or receive them, and it is not known how their gradients belong
+    together.
     """
     sent, received = (_by_values([one[kind] for one in every]) for kind in ("sent", "received"))
     found: list[Facts] = []

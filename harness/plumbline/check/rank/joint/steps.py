@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch.distributed
@@ -16,33 +17,33 @@ from plumbline.check.rank.joint.exchanges import Exchanged, ExchangeFunctions, I
 from plumbline.check.rank.joint.forward import RecordedCall
 from plumbline.check.rank.joint.meetings import Meetings
 from plumbline.check.rank.joint.pieces import JointPieces
-from plumbline.check.rank.joint.pipelines import CountedPass, Pipelines
+from plumbline.check.rank.joint.pipelines import Pipelines
+from plumbline.check.rank.joint.stages import Sent, digests, sent_as_product, sent_for
 from plumbline.check.rank.joint.weights import JointParameter, leaves_of
 from plumbline.check.rank.known_optimizers import KnownOptimizers
 from plumbline.check.rank.local_gradients import ArrivedGradients
 from plumbline.check.rank.master_layout import MasterLayouts
 from plumbline.check.rank.store_exchange import AbsentRankError, Exchange
 from plumbline.check.rank.unclipped import UnclippedGradients
-from plumbline.recording.backward_passes import is_number
+from plumbline.recording.backward_passes import BackwardPasses, is_number
 from plumbline.recording.flat_sharding import part_of
 from plumbline.recording.grad_scaler import scale_left
 from plumbline.recording.observer import Facts, Observer
 from plumbline.recording.parameter_names import ParameterNames
 from plumbline.recording.parameters import parameters_of
+from plumbline.recording.patching import attempt
 from plumbline.recording.sharding import requested_divisors
-from plumbline.replay.alias import CallOutputs
+from plumbline.replay.call import Activation
 
 FLAT = (
     "the forward communicates, and FSDP1 keeps its parameters in flat tensors: use fully_shard (FSDP2) to have it "
     "judged"
 )
 
+_NOTHING: tuple[Sequence[RecordedCall], Sequence[RecordedCall], Mapping[int, bool]] = [], [], {}
+
 _SCALING = ("MulBackward0", "DivBackward0")
 """Nodes that turn a loss, or what stands in its place, into a scaled loss."""
-
-
-_OUTPUTS: Any = CallOutputs._backward_cls
-"""The node of a tracked call's outputs."""
 
 
 class JointSteps(Observer):
@@ -68,16 +69,18 @@ class JointSteps(Observer):
         self._comparison = JointComparison(self._exchange, self._meetings)
         self._losses: dict[int, float | None] = {}
         self._left_behind: set[int] = set()
-        self._of_outputs: set[int] = set()
+        self._passes: BackwardPasses | None = None
+        self._sent: dict[int, list[Sent]] = {}
+        self._products: dict[int, Sent] = {}
         self._found: Facts | None = None
-        self._waiting: tuple[Sequence[RecordedCall], Mapping[int, bool]] = [], {}
+        self._waiting = _NOTHING
         self._communicates = False
         self.is_tied: Callable[[Tensor], bool] = lambda parameter: False
         self.multiplied_by_hand: Callable[[], float | None] = lambda: 1.0
 
-    def connect(self, counted: CountedPass, is_inside: IsInside) -> None:
+    def connect(self, passes: BackwardPasses, is_inside: IsInside) -> None:
         """Count passes that do not call ``torch.autograd.backward``; ``is_inside`` says whether a tracked call runs."""
-        self.pipelines.counted = counted
+        self._passes, self.pipelines.counted = passes, passes.counted
         self._functions.is_inside = is_inside
 
     def start(self) -> None:
@@ -99,20 +102,26 @@ class JointSteps(Observer):
         self._losses[number] = math.fsum(float(root.detach()) for root in roots) if ends_in_loss else None
         if ends_in_loss and all(map(_may_be_left_behind, roots)):
             self._left_behind.add(number)
-        if all(isinstance(root.grad_fn, _OUTPUTS) for root in roots):
-            self._of_outputs.add(number)
+        if ends_in_loss and len(roots) == 1 and (product := attempt(sent_as_product, roots[0])) is not None:
+            self._products[number] = product
+        given = zip(roots, () if self._passes is None else self._passes.given, strict=False)
+        sent = [attempt(sent_for, root, one) for root, one in given if one is not None and not is_number(root)]
+        if known := [one for one in sent if one is not None]:
+            self._sent[number] = known
 
     def compare(
         self,
         calls: Sequence[RecordedCall],
         passes: Sequence[ArrivedGradients],
         beside: Iterable[Tensor] = (),
+        received: Mapping[int, Sequence[Activation]] = MappingProxyType({}),
         *,
         communicates: bool,
     ) -> None:
         """Compare the gradients of a step if needed: ``communicates`` says whether its forward communicates.
 
-        ``beside``: the parameters on which the loss depends other than through the outputs of calls.
+        ``beside``: the parameters on which the loss depends other than through the outputs of calls. ``received``: the
+        activations that reach calls only through other operations, by pass.
         """
         self._communicates |= communicates
         numbers = {one.number for one in passes} | {number for one in calls for number in one.cotangents}
@@ -120,13 +129,22 @@ class JointSteps(Observer):
         if communicates:
             values |= dict.fromkeys(self._left_behind & numbers)
         self._left_behind -= numbers
-        of_outputs = self._of_outputs & numbers
-        self._of_outputs -= numbers
-        ends_in_loss = {number: value is not None for number, value in values.items()}
+        sent = [one for number in sorted(numbers) for one in self._sent.pop(number, ())]
+        products = {number: self._products.pop(number) for number in numbers & self._products.keys()}
         together = self._functions.take_has_communicated()
-        in_parts = communicates or not all(ends_in_loss.values()) or any(one.call.is_distributed for one in calls)
-        receiving = [one for one in calls if one.call.receives_activations]
-        if calls and _are_several_ranks() and (in_parts or receiving):
+        in_parts = communicates or None in values.values() or any(one.call.is_distributed for one in calls)
+        receiving = [
+            one for one in calls if one.call.receives_activations or not received.keys().isdisjoint(one.cotangents)
+        ]
+        if calls and _are_several_ranks() and (in_parts or receiving or products):
+            activations = {id(one): one for call in calls for one in call.call.activations}
+            others = [each for own in received.values() for each in own]
+            elsewhere = self._comparison.received_elsewhere(digests([*activations.values(), *others]))
+            of_stages = {number: one for number, one in products.items() if one[0] in elsewhere}
+            values |= dict.fromkeys(of_stages)
+            sent += of_stages.values()
+            ends_in_loss = {number: value is not None for number, value in values.items()}
+            in_parts |= bool(of_stages)
             in_parts |= any(math.isnan(values[number] or 0.0) for one in receiving for number in one.cotangents)
             functions = self._functions.take()
             if any(part_of(parameter) is not None for one in calls for parameter in one.call.trainable):
@@ -135,17 +153,24 @@ class JointSteps(Observer):
             compared = self._compared_functions(functions)
             own_losses = [value for value in values.values() if value is not None]
             shared = shared_by(compared.get("functions", ()))
-            losses = RankLosses(own_losses, together, *shared, begin_at_losses=ends_in_loss, of_outputs=of_outputs)
+            losses = RankLosses(
+                own_losses,
+                together,
+                *shared,
+                begin_at_losses=ends_in_loss,
+                sent=sent,
+                received=others,
+            )
             divisors = requested_divisors(one.call.module for one in calls)
-            held = list(self._held(calls, ends_in_loss))
+            held = list(self._held(calls, receiving, ends_in_loss))
             names = sorted({self._names.of_one(one) for one in beside})
             by_hand = self.multiplied_by_hand()
             found = self._comparison.compare(calls, held, losses, divisors, names, by_hand, in_parts=in_parts)
-            self._waiting = (calls, ends_in_loss) if self._comparison.is_waiting else ([], {})
+            self._waiting = (calls, receiving, ends_in_loss) if self._comparison.is_waiting else _NOTHING
             self._found = found | compared or None
         elif not calls and self._comparison.is_waiting:
             self._found = self._comparison.resume(list(self._held(*self._waiting)))
-            self._waiting = self._waiting if self._comparison.is_waiting else ([], {})
+            self._waiting = self._waiting if self._comparison.is_waiting else _NOTHING
         elif _are_several_ranks() and (functions := self._functions.take()):
             self._found = self._compared_functions(functions) or None
 
@@ -169,7 +194,7 @@ class JointSteps(Observer):
         super().stop()
         self._functions.stop()
         self._comparison.forget()
-        self._waiting = [], {}
+        self._waiting = _NOTHING
 
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
         """Return the result of the comparison before the step."""
@@ -177,7 +202,9 @@ class JointSteps(Observer):
         self.pipelines.stepped()
         return found
 
-    def _held(self, calls: Sequence[RecordedCall], ends_in_loss: Mapping[int, bool]) -> Iterator[JointParameter]:
+    def _held(
+        self, calls: Sequence[RecordedCall], receiving: Sequence[RecordedCall], ends_in_loss: Mapping[int, bool]
+    ) -> Iterator[JointParameter]:
         """Yield the parameters that calls use and an optimizer updates, directly or as copies."""
         leaves = leaves_of(self._names.roots)
         used = {id(parameter): (parameter, one) for one in calls for parameter in one.call.trainable}
@@ -187,7 +214,7 @@ class JointSteps(Observer):
                     scaled = scale_left(optimizer) * self.pipelines.factor(one)
                     clipped = self._unclipped.factor(one)
                     parameter, user = used.pop(id(one))
-                    stage = self._stage(parameter, user, ends_in_loss)
+                    stage = self._stage(parameter, user, receiving, ends_in_loss)
                     name, leaf = self._names.of_one(one), leaves.get(id(one))
                     is_tied = self.is_tied(one) or self.is_tied(parameter)
                     yield JointParameter(name, parameter, leaf, scaled, clipped, stage, is_tied=is_tied)
@@ -200,16 +227,22 @@ class JointSteps(Observer):
                     for optimizer, piece in held
                     if piece.own is not None
                 ]
-                stage = self._stage(parameter, user, ends_in_loss)
+                stage = self._stage(parameter, user, receiving, ends_in_loss)
                 name, recorded = self._names.of_one(one), [piece.recorded_name for _, piece in held]
                 yield JointPieces(name, parameter, pieces, recorded, divided, stage, is_tied=self.is_tied(one))
 
-    def _stage(self, parameter: nn.Parameter, user: RecordedCall, ends_in_loss: Mapping[int, bool]) -> str:
+    def _stage(
+        self,
+        parameter: nn.Parameter,
+        user: RecordedCall,
+        receiving: Sequence[RecordedCall],
+        ends_in_loss: Mapping[int, bool],
+    ) -> str:
         """Return the stage that uses a parameter: its number, or whether it receives and sends activations."""
         number = self.pipelines.stage_of(parameter)
         if number is not None:
             return f"{number}"
-        before = "receives activations" if user.call.receives_activations else ""
+        before = "receives activations" if any(user is one for one in receiving) else ""
         return before if all(ends_in_loss[one] for one in user.cotangents) else f"{before} sends activations"
 
 
