@@ -143,6 +143,11 @@ class RecordedStep:
         return any(one.held_in is not None for one in self.parameters)
 
     @property
+    def is_divided(self) -> bool:
+        """Whether each rank steps some of the model's parameters, and other ranks the others."""
+        return bool((self.facts.get("masters") or {}).get("divided"))
+
+    @property
     def weights_move_between_passes(self) -> bool:
         """Whether the parameters with gradients were modified between the backward passes of the step."""
         known = (self._weights_at(one) for one in self.passes)

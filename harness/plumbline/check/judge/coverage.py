@@ -225,7 +225,11 @@ def _gradients_left_out(training: RecordedTraining, evidence: JudgedGradients) -
 
 
 def _why_not_compared(steps: Iterable[RecordedStep], key: Key, place: int, reason: str | None) -> str:
-    own = [step.parts(step.received)[place] for step in steps if step.optimizer == key[0]]
+    own = [
+        step.parts(step.received)[place]
+        for step in steps
+        if step.optimizer == key[0] and [one.name for one in step.parameters[place : place + 1]] == [key[1]]
+    ]
     if all(bool(part.isnan().all()) for part in own):
         return NO_GRADIENT
     if not any(bool(part.nan_to_num().any()) for part in own):

@@ -18,6 +18,7 @@ from plumbline.check.judge.judged_gradients import (
     NOT_FOLLOWED,
     OWN_VALUES,
     REDUCED_IN_STEP,
+    STEPPED_ALONE,
     ZERO,
     judged_gradients,
 )
@@ -410,7 +411,7 @@ def _advised(finding: Finding, training: RecordedTraining) -> Finding:
         is_again = finding.cause == "some-micro-batches-not-synchronised" and _have_one_forward(training)
         return with_hint(finding, _ONE_FORWARD) if is_again else finding
     is_sharded = any(module["sharded_as_data"] for one in layouts for module in one.get("modules", ()))
-    has_masters = any(step.is_in_pieces for rank in training.ranks for step in rank.steps)
+    has_masters = any(step.is_in_pieces and not step.is_divided for rank in training.ranks for step in rank.steps)
     advice = {**_WITHOUT_WRAPPER, **(_SHARDED if is_sharded else {}), **(_WITH_MASTERS if has_masters else {})}
     other = advice.get(str(finding.cause))
     return finding if other is None else with_hint(finding, other)
@@ -495,6 +496,7 @@ def _why_none(training: RecordedTraining, unjudged: Mapping[str, Sequence[Receiv
         return _why_no_case(training)
     reasons = (
         REDUCED_IN_STEP,
+        STEPPED_ALONE,
         DISTRIBUTED,
         FLAT_PARTS,
         ALIKE_PARTS,

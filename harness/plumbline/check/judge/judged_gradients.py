@@ -34,6 +34,11 @@ REDUCED_IN_STEP = (
 )
 
 
+STEPPED_ALONE = (
+    "each rank steps other parameters of the model, with its own gradients, and does not get the updates of other ranks"
+)
+
+
 @dataclass(frozen=True, eq=False)
 class JudgedGradients:
     """Received gradients that can be judged, and the others by the reason why they cannot."""
@@ -237,7 +242,21 @@ def _why_unjudged(case: ReceivedGradient, recorded: Mapping[int, RecordedStep]) 
         return _why_nothing_arrived(case)
     if not case.fit(RIGHT).holds and _is_reduced_in_step(case.index, recorded):
         return REDUCED_IN_STEP
+    own = Combination(only({case.rank}, case.world))
+    divided = [step.is_divided for step in recorded.values()]
+    are_apart = any(divided) and (not all(divided) or bool(differ_when_divided(recorded)))
+    if are_apart and case.fit(own).holds:
+        return STEPPED_ALONE
     return ""
+
+
+def differ_when_divided(steps: Mapping[int, RecordedStep]) -> list[str]:
+    """Return the parameters that ranks divide among their optimizers, but hold with different values before a step."""
+    if not all(step.is_divided for step in steps.values()):
+        return []
+    names = [one.name for one in next(iter(steps.values())).parameters]
+    digests = zip(*(step.facts["masters"]["divided"] for step in steps.values()), strict=True)
+    return [name for name, own in zip(names, digests, strict=True) if len({*own}) > 1]
 
 
 def _is_alike_on_all_ranks(case: ReceivedGradient) -> bool:

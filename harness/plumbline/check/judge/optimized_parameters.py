@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from plumbline.check.evidence.training import Facts, RecordedRank, RecordedStep, RecordedTraining
+from plumbline.check.judge.judged_gradients import STEPPED_ALONE, differ_when_divided, judged_gradients
 from plumbline.check.judge.noted import ObserverFacts, failed_observers, headline_note, information, noted
 from plumbline.check.judge.rank_weights import WEIGHTS, common_steps, reduced_parameters, weights_at
 from plumbline.check.judge.replayed_updates import OBSERVER as UPDATE
@@ -30,6 +31,7 @@ def judge_optimized_parameters(training: RecordedTraining) -> Iterator[Finding]:
         or _stale_masters(training)
         or _missing_on_some_ranks(training)
         or _not_copied_back(training)
+        or _not_shared(training)
         or _gradients_alone(training)
         or _never_moved(training)
     )
@@ -43,12 +45,14 @@ def _never_moved(training: RecordedTraining) -> Finding | None:
         names = [name for step in rank.steps[-1:] for name in _unoptimized(step) if name not in late]
         if names:
             one = len(names) == 1
-            return information(
-                CHECK,
+            told = (
                 f"{counted(len(names), 'parameter')} require{'s' if one else ''} a gradient and "
                 f"{'is' if one else 'are'} in no optimizer, so {'it never moves' if one else 'they never move'}: "
-                f"{listed(names)}. Add {'it' if one else 'them'} to an optimizer unless this is intended",
+                f"{listed(names)}. Add {'it' if one else 'them'} to an optimizer unless this is intended"
             )
+            # If ranks divide the parameters among them, one that no rank takes is probably forgotten.
+            is_divided = any(step.is_divided for step in rank.steps)
+            return headline_note(CHECK, f"{told}.") if is_divided else information(CHECK, told)
     return None
 
 
@@ -208,6 +212,37 @@ def _not_copied_back(training: RecordedTraining) -> Finding | None:
         "The optimizer updates copies of the model's weights, but the model's own weights do not change. Copy the "
         "updated weights to the model after each step.",
     )
+
+
+def _not_shared(training: RecordedTraining) -> Finding | None:
+    """Find parameters, each stepped by one rank, whose updates other ranks do not get, or the rank itself loses."""
+    last: Mapping[int, RecordedStep] = {}
+    for _, steps in common_steps(training):
+        if not all(one.is_divided for one in steps.values()):
+            continue
+        why = "do not reach all ranks"
+        if not (names := differ_when_divided(steps)):
+            names, why = [name for rank, one in last.items() for name in _undone(one, steps[rank])], "are lost"
+        if names and STEPPED_ALONE not in judged_gradients(training).unjudged:
+            return failed_with_hint(
+                CHECK,
+                f"each rank steps other parameters of the model, but the updates of {listed(names)} {why}",
+                "after each step, broadcast every parameter from the rank whose optimizer updates it",
+                cause="updates-not-broadcast",
+                family="sync",
+                step=next(iter(steps.values())).number - 1,
+                parameter=names[0],
+            )
+        last = steps
+    return None
+
+
+def _undone(before: RecordedStep, after: RecordedStep) -> list[str]:
+    """Return the parameters that this rank has stepped, but that have their old values again before the next step."""
+    moved = zip(before.facts[WEIGHTS]["before"], before.facts[WEIGHTS]["after"], strict=True)
+    changed = [was != made for was, made in moved]
+    digests = zip(before.parameters, before.facts["masters"]["divided"], after.facts["masters"]["divided"], strict=True)
+    return [one.name for one, was, now in digests if one.is_held and changed[one.held_in or 0] and was == now]
 
 
 def _left_behind(steps: Sequence[RecordedStep]) -> list[str]:

@@ -15,6 +15,7 @@ from plumbline.check.evidence.training import BackwardPass, Facts, Parameter, as
 from plumbline.check.rank.known_optimizers import KnownOptimizers
 from plumbline.check.rank.local_gradients import ArrivedGradients
 from plumbline.check.rank.megatron_weights import pieces_of_megatron
+from plumbline.check.rank.observers.tensor_digest import tensor_digest
 from plumbline.check.rank.optimizer_gradients import exact_segment, joined
 from plumbline.check.rank.stepping_object import stepping_object
 from plumbline.check.rank.store_exchange import AbsentRankError, Exchange
@@ -86,19 +87,23 @@ class HeldPiece:
 class MasterLayout:
     """The pieces that one optimizer, or a part of it, updates on all ranks. ``owner`` is the optimizer's first number.
 
-    ``apart`` names the parameters whose values differed between ranks when the pieces were found.
+    ``apart`` names the parameters whose values differed between ranks when the pieces were found. ``is_divided``: the
+    pieces are no copies, but the model's own parameters, each of which one rank steps.
     """
 
-    def __init__(self, owner: int, held: Sequence[HeldPiece], apart: Collection[str]) -> None:
+    def __init__(
+        self, owner: int, held: Sequence[HeldPiece], apart: Collection[str], *, is_divided: bool = False
+    ) -> None:
         self.owner = owner
         self.held = held
         self._apart = apart
+        self._is_divided = is_divided
 
     def on(self, optimizer: Optimizer) -> MasterLayout:
         """Return the layout with the pieces located in the optimizer's current parameters."""
         masters = parameters_of(optimizer)
         held = [replace(one, own=one.own and one.own.within(masters)) for one in self.held]
-        return MasterLayout(self.owner, held, self._apart)
+        return MasterLayout(self.owner, held, self._apart, is_divided=self._is_divided)
 
     def known(self) -> Iterator[tuple[int, Piece]]:
         """Yield this rank's pieces whose parameter is certain, with their numbers."""
@@ -134,7 +139,7 @@ class MasterLayout:
 
         ``apart`` names the pieces whose values differ between ranks. ``prints`` are fingerprints of the model's
         weights. ``stale`` and ``stale_before`` say how far these are from the optimizer's weights, now and before the
-        pieces were found.
+        pieces were found. ``divided`` has digests of the model's parameters on this rank if ranks divide them.
         """
         return {
             "owner": self.owner,
@@ -144,6 +149,7 @@ class MasterLayout:
             "apart": [one.recorded_name for one in self.held if one.name in self._apart],
             "prints": [0 if one.own is None else fingerprint(one.own.model_weights.contiguous()) for one in self.held],
             "stale": {str(n): piece.distance for n, piece in self.known() if piece.is_stale},
+            "divided": [tensor_digest(one.parameter) for one in self.held] if self._is_divided else [],
         }
 
 
@@ -173,6 +179,9 @@ class MasterLayouts:
         self._tries: dict[int, int] = {}
         self._unknown: dict[int, _Weights] = {}
         self._spans: dict[int, list[Span]] = {}
+        self._shares = Exchange("plumbline divided parameters")
+        self._reached: set[int] = set()
+        self._has_offered, self._is_decided = False, False
 
     def of(self, number: int) -> MasterLayout | None:
         """Return the layout of an optimizer; None if it holds the model's own parameters, or unknown ones."""
@@ -197,11 +206,17 @@ class MasterLayouts:
         yield from (one for one in found.values() if not any(piece.is_guessed for _, piece in one[1]))
 
     def candidates(self) -> list[Tensor]:
-        """Return the model's parameters that are in no optimizer, if some optimizer has none of the model's."""
-        if not any(self._is_other(optimizer) for optimizer in self._optimizers):
-            return []
+        """Return the model's parameters that are in no optimizer, if some optimizer has none of the model's.
+
+        Those that only other ranks' optimizers step count as well, as soon as all ranks have said which they step.
+        """
+        if self._has_offered and not self._is_decided:
+            self._divide()
         known = set(map(id, self._optimizers.parameters()))
-        return [one for _, one in self._names.trainable() if id(one) not in known]
+        others = [one for _, one in self._names.trainable() if id(one) not in known]
+        if any(self._is_other(optimizer) for optimizer in self._optimizers):
+            return others
+        return [one for one in others if id(one) in self._spans]
 
     def reduced(self, parameter: Tensor, gradient: Tensor) -> Tensor | None:
         """Return the segments of a gradient's pieces, concatenated; None if the parameter has no pieces."""
@@ -218,6 +233,8 @@ class MasterLayouts:
 
     def find(self, optimizer: Optimizer, number: int, passes: Sequence[ArrivedGradients]) -> None:
         """Find, together with all ranks, what an optimizer holds before its step, if no pass reached its parameters."""
+        if not self._has_offered and self._has_a_share(optimizer):
+            self._offer(optimizer)
         tries = self._tries.get(number, 0)
         if tries == TRIES or self.of(number) is not None or not self._may_hold_copies(optimizer, passes):
             return
@@ -266,6 +283,65 @@ class MasterLayouts:
             self._layouts[owner, part] = MasterLayout(owner, each, apart)
             for one in each:
                 self._spans.setdefault(id(one.parameter), []).append((one.start, one.length))
+
+    def pass_ends(self) -> None:
+        """Note which parameters have a gradient after a backward pass: a script may then free some of them."""
+        if not self._has_offered:
+            self._reached.update(id(one) for _, one in self._names.trainable() if one.grad is not None)
+
+    def _has_a_share(self, optimizer: Optimizer) -> bool:
+        """Return whether the only optimizer holds some of the model's parameters, and others have gradients, too.
+
+        The optimizers of other ranks may step them, as with ZeRO 1 that a script divides by whole parameters.
+        """
+        own = set(map(id, parameters_of(optimizer)))
+        return (
+            len(list(self._optimizers)) == 1
+            and bool(own)
+            and all(map(self._names.knows, parameters_of(optimizer)))
+            and not self._reached <= own
+            and torch.distributed.is_available()
+            and torch.distributed.is_initialized()
+            and torch.distributed.get_world_size() > 1
+        )
+
+    def _offer(self, optimizer: Optimizer) -> None:
+        """Tell the other ranks which parameters this one steps, and what values all of them have."""
+        self._has_offered = True
+        own = set(map(id, parameters_of(optimizer)))
+        model = self._names.trainable()
+        self._shares.offer(
+            {
+                "own": [name for name, one in model if id(one) in own],
+                "reached": [name for name, one in model if id(one) in self._reached],
+                "prints": {name: tensor_digest(one) for name, one in model},
+            }
+        )
+
+    def _divide(self) -> None:
+        """Find a layout of whole parameters, if every rank computes gradients of all, but steps only its own."""
+        every = self._shares.offered()
+        if not every:
+            return  # not yet: by the second step, a rank has got the updates of all others
+        self._is_decided = True
+        stepped, prints = [name for one in every for name in one["own"]], every[0]["prints"]
+        are_alike = None not in prints.values() and all(one["prints"] == prints for one in every)
+        if (
+            not are_alike
+            or len(list(self._optimizers)) != 1
+            or any(sorted({*stepped} & {*one["reached"]}) != sorted(stepped) for one in every)
+        ):
+            return
+        (optimizer,) = self._optimizers
+        own = set(map(id, parameters_of(optimizer)))
+        held = [
+            HeldPiece(name, one, 0, size, Piece(one, 0, size, one, 0) if id(one) in own else None, is_guessed=False)
+            for name, one in self._names.trainable()
+            if name in stepped and (size := one.numel())
+        ]
+        owner, part = self._optimizers.place(self._optimizers.number(optimizer))
+        self._layouts[owner, part] = MasterLayout(owner, held, (), is_divided=True)
+        self._spans |= {id(one.parameter): [(0, one.length)] for one in held}
 
     def stale_before(self, number: int, layout: MasterLayout) -> dict[str, float]:
         """Return the pieces in which model and optimizer differed at the first, failed search, and by how much."""

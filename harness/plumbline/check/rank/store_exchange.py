@@ -84,6 +84,16 @@ class Exchange:
             self._store.delete_key(f"{self._round - 1} {rank}")
         return [one["value"] for one in found]
 
+    def offer(self, own: Any) -> None:
+        """Write a value once, for ``offered``."""
+        self._opened().set(f"offer {torch.distributed.get_rank()}", json.dumps(own))
+
+    def offered(self) -> list[Any]:
+        """Return what each rank has offered, without waiting; nothing as long as some rank has not."""
+        keys = [f"offer {rank}" for rank in range(torch.distributed.get_world_size())]
+        store = self._opened()
+        return [json.loads(store.get(key)) for key in keys] if store.check(keys) else []
+
     def leave(self, why: str) -> None:
         """Tell ranks that wait for this one, now or at a later step, that it will not arrive, and ``why``."""
         self._give({"left": why})
@@ -91,11 +101,15 @@ class Exchange:
     def _give(self, own: dict[str, Any]) -> int:
         """Write this rank's message for the next round; return the rank."""
         rank = torch.distributed.get_rank()
+        store = self._opened()
+        self._round += 1
+        store.set(f"{self._round} {rank}", json.dumps(own))
+        return rank
+
+    def _opened(self) -> Any:
         if self._store is None:
             self._store = _store(f"{self._name} {_recording()}")
-        self._round += 1
-        self._store.set(f"{self._round} {rank}", json.dumps(own))
-        return rank
+        return self._store
 
 
 def _recording() -> int:

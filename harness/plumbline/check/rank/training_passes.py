@@ -243,6 +243,7 @@ class TrainingPasses:
         if self._gradients.error is not None:
             raise self._gradients.error
         one.sent += sum(collectives().values())
+        self._layouts.pass_ends()
         one.facts |= self._observers.tell(lambda observer: observer.backward_ends(one.number))
         one.facts["reached"] = self._calls.reached(one.number)
         one.facts["for_inputs"] = self._calls.differentiates_inputs(one.number)

@@ -253,6 +253,10 @@ NEXT_STEPS: Final[Mapping[str, str]] = {
     "it is not known how the ranks divide the state": (
         "keep the state of a parameter on one rank, whole on every rank, or sharded as the parameter is"
     ),
+    "each rank steps other parameters of the model": (
+        "to train one model, average the gradients, and broadcast each parameter after the step from the rank that "
+        "steps it"
+    ),
     "no parameter is in every rank's optimizer": "make each rank's part of the model an `nn.Module`",
     "its forward returned a different result when it was run again": (
         "make the forward depend only on its inputs, its parameters and torch's random generators"

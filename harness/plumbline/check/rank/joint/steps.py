@@ -208,16 +208,6 @@ class JointSteps(Observer):
         """Yield the parameters that calls use and an optimizer updates, directly or as copies."""
         leaves = leaves_of(self._names.roots)
         used = {id(parameter): (parameter, one) for one in calls for parameter in one.call.trainable}
-        for optimizer in self._optimizers:
-            for one in parameters_of(optimizer):
-                if id(one) in used:
-                    scaled = scale_left(optimizer) * self.pipelines.factor(one)
-                    clipped = self._unclipped.factor(one)
-                    parameter, user = used.pop(id(one))
-                    stage = self._stage(parameter, user, receiving, ends_in_loss)
-                    name, leaf = self._names.of_one(one), leaves.get(id(one))
-                    is_tied = self.is_tied(one) or self.is_tied(parameter)
-                    yield JointParameter(name, parameter, leaf, scaled, clipped, stage, is_tied=is_tied)
         for one, held in self._layouts.held():
             if id(one) in used:
                 parameter, user = used.pop(id(one))
@@ -230,6 +220,16 @@ class JointSteps(Observer):
                 stage = self._stage(parameter, user, receiving, ends_in_loss)
                 name, recorded = self._names.of_one(one), [piece.recorded_name for _, piece in held]
                 yield JointPieces(name, parameter, pieces, recorded, divided, stage, is_tied=self.is_tied(one))
+        for optimizer in self._optimizers:
+            for one in parameters_of(optimizer):
+                if id(one) in used:
+                    scaled = scale_left(optimizer) * self.pipelines.factor(one)
+                    clipped = self._unclipped.factor(one)
+                    parameter, user = used.pop(id(one))
+                    stage = self._stage(parameter, user, receiving, ends_in_loss)
+                    name, leaf = self._names.of_one(one), leaves.get(id(one))
+                    is_tied = self.is_tied(one) or self.is_tied(parameter)
+                    yield JointParameter(name, parameter, leaf, scaled, clipped, stage, is_tied=is_tied)
 
     def _stage(
         self,
