@@ -462,7 +462,8 @@ def in_parts(begin, *, divides=False, shifted="before"):
     """Each of two ranks has a part of every sequence, whose positions begin where ``begin`` says.
 
     ``divides``: the model is given whole sequences, and takes the rank's part itself. ``shifted``: labels are shifted
-    before sequences are divided, or after it, by ignoring the last token or by leaving it out.
+    before sequences are divided, or after it, by ignoring the last token or by leaving it out; or no document's first
+    token is predicted, and two documents fit into a part.
     """
     init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     rank, half = dist.get_rank(), LENGTH // 2
@@ -481,6 +482,8 @@ def in_parts(begin, *, divides=False, shifted="before"):
         labels = tokens[:, 1:][:, part].clone()
         if shifted == "ignored":
             labels[:, -1] = -100
+        elif shifted == "documents":
+            labels[:, half // 2 - 1 :: half // 2] = -100
         elif shifted == "left out":
             outputs, labels = outputs[:, :-1], labels[:, :-1]
         functional.cross_entropy(outputs.flatten(0, 1), labels.flatten()).backward()
@@ -564,6 +567,7 @@ SEAMS = {
     "ignored": (partial(in_parts, lambda rank: rank, shifted="ignored"), True),
     "left out": (partial(in_parts, lambda rank: rank, shifted="left out"), True),
     "right": (partial(in_parts, lambda rank: rank), False),
+    "documents that end with the parts": (partial(in_parts, lambda rank: rank, shifted="documents"), False),
     "own sequences": (partial(in_parts, lambda rank: 0, shifted="ignored"), False),
     "two pieces": (partial(in_two_pieces, shifted="after"), True),
     "two right pieces": (partial(in_two_pieces, shifted="before"), False),

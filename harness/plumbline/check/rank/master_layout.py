@@ -15,10 +15,10 @@ from plumbline.check.evidence.training import BackwardPass, Facts, Parameter, as
 from plumbline.check.rank.known_optimizers import KnownOptimizers
 from plumbline.check.rank.local_gradients import ArrivedGradients
 from plumbline.check.rank.megatron_weights import pieces_of_megatron
-from plumbline.check.rank.observers.tensor_digest import tensor_digest
 from plumbline.check.rank.optimizer_gradients import exact_segment, joined
 from plumbline.check.rank.stepping_object import stepping_object
 from plumbline.check.rank.store_exchange import AbsentRankError, Exchange
+from plumbline.check.rank.tensor_digest import tensor_digest
 from plumbline.evidence.projection import fingerprint
 from plumbline.evidence.trace import dtype_name
 from plumbline.recording.grad_scaler import scale_left
@@ -181,7 +181,7 @@ class MasterLayouts:
         self._spans: dict[int, list[Span]] = {}
         self._shares = Exchange("plumbline divided parameters")
         self._reached: set[int] = set()
-        self._has_offered, self._is_decided = False, False
+        self._has_offered, self._is_decided, self._steps = False, False, 0
 
     def of(self, number: int) -> MasterLayout | None:
         """Return the layout of an optimizer; None if it holds the model's own parameters, or unknown ones."""
@@ -212,11 +212,12 @@ class MasterLayouts:
         """
         if self._has_offered and not self._is_decided:
             self._divide()
+        has_others = any(self._is_other(optimizer) for optimizer in self._optimizers)
+        if not has_others and not self._spans:
+            return []
         known = set(map(id, self._optimizers.parameters()))
         others = [one for _, one in self._names.trainable() if id(one) not in known]
-        if any(self._is_other(optimizer) for optimizer in self._optimizers):
-            return others
-        return [one for one in others if id(one) in self._spans]
+        return others if has_others else [one for one in others if id(one) in self._spans]
 
     def reduced(self, parameter: Tensor, gradient: Tensor) -> Tensor | None:
         """Return the segments of a gradient's pieces, concatenated; None if the parameter has no pieces."""
@@ -233,8 +234,9 @@ class MasterLayouts:
 
     def find(self, optimizer: Optimizer, number: int, passes: Sequence[ArrivedGradients]) -> None:
         """Find, together with all ranks, what an optimizer holds before its step, if no pass reached its parameters."""
-        if not self._has_offered and self._has_a_share(optimizer):
+        if not self._has_offered and self._steps < TRIES and self._has_a_share(optimizer):
             self._offer(optimizer)
+        self._steps += 1
         tries = self._tries.get(number, 0)
         if tries == TRIES or self.of(number) is not None or not self._may_hold_copies(optimizer, passes):
             return
@@ -286,7 +288,7 @@ class MasterLayouts:
 
     def pass_ends(self) -> None:
         """Note which parameters have a gradient after a backward pass: a script may then free some of them."""
-        if not self._has_offered:
+        if not self._has_offered and self._steps < TRIES:
             self._reached.update(id(one) for _, one in self._names.trainable() if one.grad is not None)
 
     def _has_a_share(self, optimizer: Optimizer) -> bool:

@@ -35,8 +35,8 @@ class DocumentObserver(Observer):
     and the loss terms there. ``places``: whether position ids restart with each document. Without an argument's name:
     ``begins``, the smallest position at which a row of the first forward begins, and ``tokens``, a digest of its
     tokens. ``pieces``: for each run of position ids, the number of the backward pass, its first id, the id after its
-    last one, and how often the loss counts the prediction of the token after the run's last position, and that of the
-    last token itself.
+    last one, how often the loss counts the prediction of the token after the run's last position, and that of the last
+    token itself, and how often it leaves out a single token before the run's end, as at the end of a document.
     """
 
     name = NAME
@@ -100,9 +100,11 @@ class DocumentObserver(Observer):
         counted[:, :-1] &= is_within | ~is_next
         for first, last in ((first, last) for first, last in pieces if first < last):
             key = number, int(positions[0, first]), int(positions[0, last]) + 1
-            known = self._pieces.setdefault(key, [0, 0])
-            known[0] += int(counted[:, last].sum())
-            known[1] += int(counted[:, last - 1].sum())
+            known = self._pieces.setdefault(key, [0, 0, 0])
+            own = counted[:, first : last + 1]
+            known[0] += int(own[:, -1].sum())
+            known[1] += int(own[:, -2].sum())
+            known[2] += int((own[:, :-2] & ~own[:, 1:-1] & own[:, 2:]).sum()) if last - first > 2 else 0
 
     def _count(self, layout: DocumentLayout, targets: Tensor, counted: Tensor) -> None:
         rows, length = layout.shape
