@@ -116,9 +116,9 @@ class Rounding:
         if not isinstance(result, Tensor) or not result.is_floating_point() or _is_fake(result):
             return result
         own = local(result)
-        errors = torch.randn(own.shape, generator=self._generator, dtype=own.dtype).to(own.device) * self._unit
+        errors = torch.randn(own.shape, generator=self._generator, dtype=torch.float32).to(own.device)
         with torch.no_grad():
-            own.mul_(1 + errors.masked_fill_(own == own.round(), 0.0))
+            own.add_(own * errors.masked_fill_(own == own.round(), 0.0), alpha=self._unit)
         return result
 
 

@@ -8,7 +8,7 @@ gradients are sums, is compared with what was received.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,8 +138,11 @@ class Difference:
         return sum(self.received[one] for one in groups)
 
 
-Sides = tuple[list[list[float]], list[list[float]]]
-"""The terms of S by rank and pass, with the weights moved forth and back."""
+Terms = list[list[float]]
+"""The terms of S by rank and pass."""
+
+Sides = tuple[Terms, Terms]
+"""The terms of S with the weights moved forth and back."""
 
 
 @dataclass
@@ -407,7 +410,7 @@ class JointDerivative:
         if found.error(indices) > found.limit and not self.is_coarse:
             if along.at_kinks is None:
                 directions, _ = self._directions(groups, seed, part_of)
-                along.at_kinks = self._sides(directions, MORE_KINKS * self.unit)
+                (along.at_kinks,) = self._sides(directions, MORE_KINKS * self.unit)
             found = self._difference(indices, along)
         return found
 
@@ -440,7 +443,7 @@ class JointDerivative:
             raise NoAgreementError("the recomputed forward is not finite")
         return Difference(shares, right, noise, self.limit * noise, received, left_over)
 
-    def _derivatives(self, sides: Sides) -> list[list[float]]:
+    def _derivatives(self, sides: Sides) -> Terms:
         forth, back = map(self._counted, sides)
         return _combined(forth, back, lambda a, b: (a - b) / (2 * STEP * self._of))
 
@@ -451,7 +454,7 @@ class JointDerivative:
     def _along(self, groups: Mapping[int, Group], seed: str, part_of: Collection[int] | None) -> Along:
         """Compute S on both sides of the weights, and the products of the direction with what was received."""
         directions, products = self._directions(groups, seed, part_of)
-        exact, rough = self._sides(directions), self._sides(directions, self.unit)
+        exact, rough = self._sides(directions, None, self.unit)
         every = self._exchange.values({str(index): value for index, value in products.items()})
         return Along(exact, rough, every)
 
@@ -475,17 +478,19 @@ class JointDerivative:
                         products[index] = *product(self._gradients[number], along, copies), left
         return directions, products
 
-    def _sides(self, directions: Mapping[int, Tensor], unit: float | None = None) -> Sides:
-        return self._at(directions, STEP, unit), self._at(directions, -STEP, unit)
+    def _sides(self, directions: Mapping[int, Tensor], *units: float | None) -> list[Sides]:
+        """Return the terms of S on both sides of the weights, for each unit roundoff; None is that of float64."""
+        forth, back = (self._at(directions, length, units) for length in (STEP, -STEP))
+        return list(zip(forth, back, strict=True))
 
-    def _at(self, directions: Mapping[int, Tensor], length: float, unit: float | None = None) -> list[list[float]]:
-        def compute() -> list[float]:
+    def _at(self, directions: Mapping[int, Tensor], length: float, units: Sequence[float | None]) -> Iterator[Terms]:
+        def compute() -> list[list[float]]:
             self._weights.move(directions, length)
-            return self._forward.terms(unit)
+            return [self._forward.terms(unit) for unit in units]
 
-        return self._all(compute)
+        return map(list, zip(*self._all(compute), strict=True))
 
-    def _counted(self, terms: list[list[float]]) -> list[list[float]]:
+    def _counted(self, terms: Terms) -> Terms:
         """Return the terms of S, by rank and pass, with zeros for those that the reading leaves out."""
         if not self._reading.of_losses:
             return terms

@@ -137,7 +137,7 @@ class JointParameter:
         digest = hashlib.blake2b(seed.encode(), digest_size=7).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
         shape = (*self.shape, 2) if self.parameter.is_complex() else tuple(self.shape)
-        along = normal(shape, generator) * size
+        along = normal(shape, generator, torch.float32).double().mul_(size)
         return local(self._laid_out(along.to(self.parameter.device)))
 
     def own_part(self, along: Tensor) -> Tensor:
@@ -202,7 +202,9 @@ class JointWeights(ParameterCopies):
                 if number in directions or number in self._base:  # the others have never been moved
                     own = as_real(local(leaf))
                     base = self._base.setdefault(number, own.detach().clone())
-                    own.copy_(base if number not in directions else base + length * directions[number])
+                    own.copy_(base)
+                    if number in directions:
+                        own.add_(directions[number], alpha=length)
 
 
 def has_memory_for(held: Sequence[JointParameter]) -> bool:
