@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,14 +88,44 @@ class TrainingRecord(ABC):
         return side_by_side(self.optimizer_steps)
 
 
-AnyStep = TypeVar("AnyStep", bound=StepRecord)
+class _NumberedStep(Protocol):
+    @property
+    def optimizer(self) -> int: ...
+
+    @property
+    def number(self) -> int: ...
 
 
-def side_by_side(steps: Iterable[AnyStep]) -> Iterable[Mapping[int, AnyStep]]:
+AnyStep = TypeVar("AnyStep", bound=_NumberedStep)
+AnyRecord = TypeVar("AnyRecord", bound=StepRecord)
+
+
+class StepOfRanks(dict[int, AnyStep]):
+    """The step that several ranks took together, by rank. ``optimizer`` and ``number`` are those of the first rank."""
+
+    @property
+    def first(self) -> AnyStep:
+        return next(iter(self.values()))
+
+    @property
+    def optimizer(self) -> int:
+        return self.first.optimizer
+
+    @property
+    def number(self) -> int:
+        return self.first.number
+
+    @property
+    def is_one(self) -> bool:
+        """Whether it is the same step of the same optimizer on all of these ranks."""
+        return len({(one.optimizer, one.number) for one in self.values()}) == 1
+
+
+def side_by_side(steps: Iterable[AnyRecord]) -> Iterable[StepOfRanks[AnyRecord]]:
     """Return, for each optimizer and step number, the step of each rank that took it, by rank."""
-    places: dict[tuple[int, int], dict[int, AnyStep]] = {}
+    places: dict[tuple[int, int], StepOfRanks[AnyRecord]] = {}
     for one in steps:
-        places.setdefault((one.optimizer, one.number), {})[one.rank] = one
+        places.setdefault((one.optimizer, one.number), StepOfRanks())[one.rank] = one
     return places.values()
 
 

@@ -8,14 +8,14 @@ of the linear combination.
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from plumbline.evidence.projection import project
-from plumbline.evidence.training_record import StepRecord, TrainingRecord
+from plumbline.evidence.training_record import StepOfRanks, StepRecord, TrainingRecord
 from plumbline.recording.observer import Facts as Facts
 
 REPEATS = "repeats"
@@ -264,6 +264,12 @@ class RecordedTraining(TrainingRecord):
             for step in rank.steps:
                 yield ScriptStep(rank.rank, step.number, step.optimizer, step=step)
 
-    def at(self, place: int) -> Mapping[int, RecordedStep]:
+    def at(self, place: int) -> StepOfRanks[RecordedStep]:
         """Return, by rank, the step with index ``place`` of each rank that has one."""
-        return {rank.rank: rank.steps[place] for rank in self.ranks if place < len(rank.steps)}
+        return StepOfRanks({rank.rank: rank.steps[place] for rank in self.ranks if place < len(rank.steps)})
+
+    @property
+    def common_steps(self) -> Iterator[StepOfRanks[RecordedStep]]:
+        """The steps of all ranks, as far as each rank recorded one; none if a rank recorded nothing at all."""
+        if len(self.ranks) == self.world_size:
+            yield from map(self.at, range(min(len(rank.steps) for rank in self.ranks)))

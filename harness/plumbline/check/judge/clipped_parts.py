@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,15 +12,10 @@ from plumbline.check.evidence.training import Facts, RecordedTraining
 from plumbline.check.judge.clipped_masters import master_steps
 from plumbline.check.judge.joint_truth import JointTruth
 from plumbline.check.judge.judged_gradients import received_gradients
-from plumbline.check.judge.noted import (
-    FIRST_SEEN,
-    ObserverFacts,
-    side_by_side,
-)
+from plumbline.check.judge.noted import FIRST_SEEN, ObserverFacts, side_by_side
 from plumbline.check.judge.rank_weights import (
     LAYOUT,
     RankWeights,
-    common_steps,
     forward_communicates,
     rank_layout,
     trains_shards,
@@ -31,7 +26,7 @@ from plumbline.check.judge.step_objective import NEAR, objective_of, spread
 from plumbline.check.rank.observers.parallelism import REPLICATED_SHARDS
 from plumbline.core.finding import Finding
 from plumbline.core.numbers import counted
-from plumbline.evidence.training_record import step_copies
+from plumbline.evidence.training_record import StepOfRanks, step_copies
 from plumbline.judge.findings import failed_with_hint
 from plumbline.report.text import listed
 
@@ -41,23 +36,33 @@ def clipped_shard_by_shard(training: RecordedTraining) -> Finding | None:
     for ranks, factors in _factors_of_shards(training):
         if any(each.facts.get("in_flat_parts") for one in ranks.values() for each in one.step.passes):
             continue  # it is unknown which ranks belong together
-        rounding = max(one.facts["roundings"] for one in ranks.values())
-        if factors and max(factors) - min(factors) > rounding:
-            first = next(iter(ranks.values()))
-            return failed_with_hint(
-                "clipping",
-                f"each rank scaled its shards by a different factor ({listed(f'{one:.6g}' for one in factors)})"
-                f"{FIRST_SEEN}",
+        if factors and max(factors) - min(factors) > rounding(ranks):
+            return clipped_apart(
+                ranks.number,
+                f"each rank scaled its shards by a different factor ({numbers(factors)})",
                 "clip by the norm of all shards together: call model.clip_grad_norm_() under FSDP1, "
                 "torch.nn.utils.clip_grad_norm_ with DTensors",
-                cause="clipped-shard-by-shard",
-                family="clipping",
-                step=first.step.number,
             )
     return None
 
 
-def _factors_of_shards(training: RecordedTraining) -> Iterator[tuple[Mapping[int, ObserverFacts], list[float]]]:
+def clipped_apart(
+    step: int, observed: str, hint: str, cause: str = "clipped-shard-by-shard", family: str = "clipping"
+) -> Finding:
+    """Return the failure of several ranks, with the step at which it was first seen."""
+    return failed_with_hint(OBSERVER, f"{observed}{FIRST_SEEN}", hint, cause=cause, family=family, step=step)
+
+
+def rounding(ranks: StepOfRanks[ObserverFacts]) -> float:
+    """Return by how much rounding can change the norms of one gradient, relative to these."""
+    return max(float(one.facts["roundings"]) for one in ranks.values())
+
+
+def numbers(values: Iterable[float]) -> str:
+    return listed(f"{one:.6g}" for one in values)
+
+
+def _factors_of_shards(training: RecordedTraining) -> Iterator[tuple[StepOfRanks[ObserverFacts], list[float]]]:
     """Yield steps before which ranks clipped shards by norm, and the factors; 1 for a rank that did not clip."""
     for ranks, calls in last_calls(training, sharded=True):
         yield ranks, [call["factor"] for call in calls.values() if call["norm"]]
@@ -77,21 +82,18 @@ def multiplied_shards(training: RecordedTraining) -> Finding | None:
         if not all(trains_shards(one.step) for one in ranks.values()):
             continue  # unsharded gradients, such as those of adapters, may be averaged
         factors = [(one.facts["by_hand"] or {"factor": 1.0})["factor"] for one in ranks.values()]
-        rounding = max(one.facts["roundings"] for one in ranks.values())
-        if len(ranks) == training.world_size and None not in factors and differ(factors, rounding):
-            is_own_count = _are_one_over_own_counts(list(ranks.values()), factors)
-            why = ", apparently 1 / the rank's own number of tokens or samples" if is_own_count else ""
-            return failed_with_hint(
-                "clipping",
-                "the script multiplied each rank's shards by a different factor "
-                f"({listed(f'{one:.6g}' for one in factors)}){why}, although the shards are parts of one "
-                f"gradient{FIRST_SEEN}",
-                "sum the number of tokens or samples over all ranks with an all-reduce, and divide by the sum"
-                if is_own_count
-                else "compute one factor, from the norm over all shards",
-                cause="divided-by-own-count" if is_own_count else "clipped-shard-by-shard",
-                family="loss-normalisation" if is_own_count else "clipping",
-                step=next(iter(ranks.values())).step.number,
+        if len(ranks) == training.world_size and None not in factors and differ(factors, rounding(ranks)):
+            observed = f"the script multiplied each rank's shards by a different factor ({numbers(factors)})"
+            but = ", although the shards are parts of one gradient"
+            if not _are_one_over_own_counts(list(ranks.values()), factors):
+                hint = "compute one factor, from the norm over all shards"
+                return clipped_apart(ranks.number, f"{observed}{but}", hint)
+            return clipped_apart(
+                ranks.number,
+                f"{observed}, apparently 1 / the rank's own number of tokens or samples{but}",
+                "sum the number of tokens or samples over all ranks with an all-reduce, and divide by the sum",
+                "divided-by-own-count",
+                "loss-normalisation",
             )
     return None
 
@@ -111,15 +113,11 @@ def clipped_copies_in_parts(training: RecordedTraining) -> Finding | None:
     """Find ranks that clip their parts of the master weights' gradients, each by the norm of its own part."""
     for step in master_steps(received_gradients(training)):
         if step.is_clipped_by_parts:
-            first = step.cases[0]
-            return failed_with_hint(
-                "clipping",
+            return clipped_apart(
+                step.cases[0].step.number,
                 "each rank clipped its part of the gradients by the norm of that part, so the parts are scaled by "
-                f"different factors ({listed(f'{one:.6g}' for one in step.factors.values())}){FIRST_SEEN}",
+                f"different factors ({numbers(step.factors.values())})",
                 "clip by the norm over the parts of all ranks: sum the squared norms with an all-reduce",
-                cause="clipped-shard-by-shard",
-                family="clipping",
-                step=first.step.number,
             )
     return None
 
@@ -131,19 +129,16 @@ def clipped_copies_apart(training: RecordedTraining) -> Finding | None:
     # Once gradients are wrong, norms differ between ranks in any case.
     first_wrong = min((number for number, found in compared if found["wrong"]), default=math.inf)
     for steps, calls in last_calls(training, sharded=False):
-        if next(iter(steps.values())).step.number >= first_wrong:
+        if steps.number >= first_wrong:
             continue
         for ranks in copies:
             factors = [calls[rank]["factor"] for rank in ranks]
             if differ(factors, NORM_KNOWN_TO):
-                return failed_with_hint(
-                    "clipping",
+                return clipped_apart(
+                    steps.number,
                     f"ranks {listed(ranks)} hold the same parameters, and scaled their gradients by different factors "
-                    f"({listed(f'{one:.6g}' for one in factors)}){FIRST_SEEN}",
+                    f"({numbers(factors)})",
                     "clip by the norm of the whole model: add the squared norms of all parts, and count copies once",
-                    cause="clipped-shard-by-shard",
-                    family="clipping",
-                    step=next(iter(steps.values())).step.number,
                 )
     return None
 
@@ -152,29 +147,25 @@ def multiplied_copies(training: RecordedTraining) -> Finding | None:
     """Find ranks of a model in parts whose own code multiplied the gradients of copies by different factors."""
     if not forward_communicates(training) or weights_are_made_equal(training):
         return None  # each rank may train its own model
-    for place, steps in common_steps(training):
-        rounding = max((step.facts.get(OBSERVER) or {}).get("roundings", 0.0) for step in steps.values())
-        by_hand = any((step.facts.get(OBSERVER) or {}).get("by_hand") for step in steps.values())
-        copies = [one for one in weights_at(place, steps) if not one.differ("before")]
-        factors = _factors_of_copies(copies, rounding) if by_hand else None
+    for steps in training.common_steps:
+        noted = [step.facts.get(OBSERVER) or {} for step in steps.values()]
+        relative = max(one.get("roundings", 0.0) for one in noted)
+        copies = [one for one in weights_at(steps) if not one.differ("before")]
+        factors = _factors_of_copies(copies, relative) if any(one.get("by_hand") for one in noted) else None
         entries = sum(one.entries for step in steps.values() for one in step.parameters)
         # One norm that each rank adds up in float32 by itself is off by at most a rounding for each entry.
-        if factors is not None and differ(factors, min(NORM_KNOWN_TO, max(rounding, entries * 2.0**-24))):
-            return failed_with_hint(
-                "clipping",
+        if factors is not None and differ(factors, min(NORM_KNOWN_TO, max(relative, entries * 2.0**-24))):
+            return clipped_apart(
+                steps.number,
                 f"ranks {listed(steps)} hold the same {counted(len(copies), 'parameter')}, and the script multiplied "
-                f"the gradients of these by different factors ({listed(f'{one:.6g}' for one in factors)} × those of "
-                f"rank {min(steps)}){FIRST_SEEN}",
+                f"the gradients of these by different factors ({numbers(factors)} × those of rank {min(steps)})",
                 "compute one factor on all ranks: for clipping, add the squared norms of all parts of the model with "
                 "an all-reduce, and count copies once",
-                cause="clipped-shard-by-shard",
-                family="clipping",
-                step=next(iter(steps.values())).number,
             )
     return None
 
 
-def _factors_of_copies(copies: Sequence[RankWeights], rounding: float) -> list[float] | None:
+def _factors_of_copies(copies: Sequence[RankWeights], relative: float) -> list[float] | None:
     """Return by which factor each rank's gradients of copies are those of the first rank.
 
     None if they are no multiples, or if fewer than two of them are more than one number. A rank without any gradient of
@@ -190,7 +181,7 @@ def _factors_of_copies(copies: Sequence[RankWeights], rounding: float) -> list[f
         return None
     factors = [float(each @ first / (first @ first)) for each in vectors]
     apart = (float((each - factor * first).norm()) for each, factor in zip(vectors, factors, strict=True))
-    limits = (rounding * float(each.norm()) for each in vectors)
+    limits = (relative * float(each.norm()) for each in vectors)
     return factors if all(one <= limit for one, limit in zip(apart, limits, strict=True)) else None
 
 
@@ -200,13 +191,12 @@ def clipped_by_another_norm(training: RecordedTraining) -> Finding | None:
     if any(len({step.optimizer for step in rank.steps}) > 1 for rank in training.ranks):
         return None  # each may have a norm of its own
     for ranks in side_by_side(training, OBSERVER):
-        first = next(iter(ranks.values()))
         calls = {rank: own for rank, one in ranks.items() if (own := complete(one))}
-        norms = whole.get(first.step.number) or _norms_of_shards(training, calls)
+        norms = whole.get(ranks.number) or _norms_of_shards(training, calls)
         covers_all = all(sum(call["covered"] for call in own) == ranks[rank].facts["of"] for rank, own in calls.items())
         everywhere = covers_all and 1 < len(calls) == training.world_size
         if norms and everywhere and all(map(_are_by_one_norm, calls.values())):
-            found = _compared_norms(first, list(calls.values()), norms)
+            found = _compared_norms(ranks.first, list(calls.values()), norms)
             if found is not None:
                 return found
     return None
@@ -273,8 +263,7 @@ def _compared_norms(one: ObserverFacts, every: Sequence[Sequence[Facts]], norms:
     ):
         return one.failed(
             "clipping",
-            f"each rank clipped by the norm of the parameters that it holds ({listed(f'{own:.6g}' for own in held)}), "
-            f"but {whole}",
+            f"each rank clipped by the norm of the parameters that it holds ({numbers(held)}), but {whole}",
             "add the squared norms of all parts with an all-reduce, and count copies once",
             cause="clipped-shard-by-shard",
             family="clipping",
@@ -333,7 +322,7 @@ def is_effective(call: Facts, facts: Facts) -> bool:
 
 def last_calls(
     training: RecordedTraining, *, sharded: bool, kinds: Collection[str] = ("norm",), on_all_ranks: bool = True
-) -> Iterator[tuple[Mapping[int, ObserverFacts], dict[int, Facts]]]:
+) -> Iterator[tuple[StepOfRanks[ObserverFacts], dict[int, Facts]]]:
     """Yield steps that every rank took with the same model, and the last clipping call of each rank before them.
 
     ``on_all_ranks``: only steps before which every rank clipped are included. ``sharded``: all these ranks clipped
@@ -356,10 +345,10 @@ def differ(norms: Sequence[float | None], by: float) -> bool:
     return len(known) == len(norms) and max(known) - min(known) > by * max(known)
 
 
-def are_equal(gradients: Sequence[Tensor | None], rounding: float) -> bool:
-    """Return whether all gradients are known and equal the first one within ``rounding``, relative to its norm."""
+def are_equal(gradients: Sequence[Tensor | None], within: float) -> bool:
+    """Return whether all gradients are known and equal the first one ``within`` a part of its norm."""
     vectors = [vector.nan_to_num() for vector in gradients if vector is not None]
     if len(vectors) < len(gradients):
         return False
-    most = rounding * float(vectors[0].norm())
+    most = within * float(vectors[0].norm())
     return all(float(torch.linalg.vector_norm(vector - vectors[0])) <= most for vector in vectors)

@@ -13,6 +13,7 @@ from plumbline.check.judge.clipped_parts import (
     OBSERVER,
     TO_AVOID_ZERO,
     are_equal,
+    clipped_apart,
     clipped_by_another_norm,
     clipped_copies_apart,
     clipped_copies_in_parts,
@@ -24,6 +25,8 @@ from plumbline.check.judge.clipped_parts import (
     last_pass,
     multiplied_copies,
     multiplied_shards,
+    numbers,
+    rounding,
 )
 from plumbline.check.judge.manual_edits import is_limit_unscaled
 from plumbline.check.judge.noted import (
@@ -39,7 +42,7 @@ from plumbline.check.judge.noted import (
 from plumbline.check.judge.rank_weights import rank_layout, weights_are_made_equal
 from plumbline.core.finding import Finding
 from plumbline.core.numbers import counted, scale_text
-from plumbline.judge.findings import failed_with_hint, passed
+from plumbline.judge.findings import passed
 from plumbline.report.text import listed
 
 
@@ -122,37 +125,34 @@ def _every_micro_batch(training: RecordedTraining) -> Finding | None:
 
 def _before_averaging(training: RecordedTraining) -> Finding | None:
     for ranks, calls in last_calls(training, sharded=False, kinds=("norm", "value")):
-        rounding = max(one.facts["roundings"] for one in ranks.values())
         if not any(is_effective(call, ranks[rank].facts) for rank, call in calls.items()):
             continue
-        first, first_call = next(iter(ranks.values())), next(iter(calls.values()))
+        relative, first_call = rounding(ranks), next(iter(calls.values()))
         held = [math.hypot(call["norm"], call["others"]) for call in calls.values()]
         used = [call["returned"] for call in calls.values()]
-        norms: Sequence[float | None] = []
+        norms: Sequence[float] = []
         steps = [one.step for one in ranks.values()]
-        if are_equal([step.received for step in steps], rounding):
-            if differ(held, rounding) and _were_averaged(steps, rounding):
+        if are_equal([step.received for step in steps], relative):
+            if differ(held, relative) and _were_averaged(steps, relative):
                 norms = held
         elif all(call["kind"] == "norm" for call in calls.values()) and all(step.replaced is None for step in steps):
-            were_equal = are_equal([step.before_clipping for step in steps], rounding)
-            if were_equal and differ(used, max(NORM_KNOWN_TO, rounding)):
+            were_equal = are_equal([step.before_clipping for step in steps], relative)
+            if were_equal and differ(used, max(NORM_KNOWN_TO, relative)):
                 norms = used  # computed earlier, from other gradients
         if norms:
-            how = f"by its own norm ({listed(f'{norm:.6g}' for norm in norms)})"
+            how = f"by its own norm ({numbers(norms)})"
             if first_call["kind"] == "value":
                 how = f"the entries of its own gradient to ±{first_call['limit']:g}"
-            return failed_with_hint(
-                "clipping",
-                f"each rank clipped {how}, although all ranks step with the same gradient{FIRST_SEEN}",
+            return clipped_apart(
+                ranks.number,
+                f"each rank clipped {how}, although all ranks step with the same gradient",
                 "clip after the all-reduce",
-                cause="clipped-before-averaging",
-                family="clipping",
-                step=first.step.number,
+                "clipped-before-averaging",
             )
     return None
 
 
-def _were_averaged(steps: Sequence[RecordedStep], rounding: float) -> bool:
+def _were_averaged(steps: Sequence[RecordedStep], within: float) -> bool:
     """Return whether ranks step with a multiple of the mean of their clipped gradients.
 
     For pieces of a model this is unknown, and counts as true.
@@ -164,7 +164,7 @@ def _were_averaged(steps: Sequence[RecordedStep], rounding: float) -> bool:
     if not bool(mean.any()):
         return False
     factor = float(mean @ received / (mean @ mean))
-    return float((received - factor * mean).norm()) <= rounding * float(received.norm())
+    return float((received - factor * mean).norm()) <= within * float(received.norm())
 
 
 def _to_other_limits(training: RecordedTraining) -> Finding | None:
@@ -175,23 +175,16 @@ def _to_other_limits(training: RecordedTraining) -> Finding | None:
     if not rank_layout(training).is_data_parallel or weights_are_made_equal(training):
         return None  # each rank may train its own model, or one rank's weights may replace the others'
     for ranks, calls in last_calls(training, sharded=False, kinds=("norm", "value"), on_all_ranks=False):
-        rounding = max(one.facts["roundings"] for one in ranks.values())
         limits = [calls[rank]["limit"] if rank in calls else math.inf for rank in ranks]
         factors = [calls[rank]["factor"] if rank in calls else 1.0 for rank in ranks]
-        if len(set(limits)) > 1 and differ(factors, max(NORM_KNOWN_TO, rounding)):
-            if not are_equal([one.step.before_clipping for one in ranks.values()], rounding):
+        if len(set(limits)) > 1 and differ(factors, max(NORM_KNOWN_TO, rounding(ranks))):
+            if not are_equal([one.step.before_clipping for one in ranks.values()], rounding(ranks)):
                 continue
             what = f"ranks clip the same gradient to different limits ({listed(f'{one:g}' for one in limits)})"
             if len(calls) < len(ranks):
                 what = f"the same gradient is clipped on {name_ranks(sorted(calls), len(ranks))} only"
-            return failed_with_hint(
-                "clipping",
-                f"{what}{FIRST_SEEN}",
-                "clip to the same limit on all ranks",
-                cause="clipped-to-another-length",
-                family="clipping",
-                step=next(iter(ranks.values())).step.number,
-            )
+            hint = "clip to the same limit on all ranks"
+            return clipped_apart(ranks.number, what, hint, "clipped-to-another-length")
     return None
 
 

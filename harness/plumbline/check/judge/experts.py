@@ -8,10 +8,11 @@ from typing import Any
 
 from plumbline.check.evidence.training import BackwardPass, Facts, RecordedRank, RecordedStep, RecordedTraining
 from plumbline.check.judge.noted import amount, failed_observers, headline_note, information, name_ranks, passes_of
-from plumbline.check.judge.rank_weights import common_steps, rank_layout, weights_at
+from plumbline.check.judge.rank_weights import rank_layout, weights_at
 from plumbline.check.judge.step_objective import equals, factor_of, step_objectives, steps_together
 from plumbline.core.finding import Finding
 from plumbline.core.numbers import counted
+from plumbline.evidence.training_record import StepOfRanks
 from plumbline.report.text import listed, percent
 
 CHECK = "experts"
@@ -236,8 +237,8 @@ def _disagreeing(training: RecordedTraining) -> Iterator[Finding]:
     """Yield a note if ranks with the same router and the same samples in the first step choose different experts."""
     if len(training.ranks) < 2 or rank_layout(training).is_data_parallel:
         return
-    place, steps = next(common_steps(training), (0, {}))
-    apart = {one.parameter.name for one in weights_at(place, steps) if one.differ("before")} if steps else set()
+    steps = next(training.common_steps, StepOfRanks())
+    apart = {one.parameter.name for one in weights_at(steps) if one.differ("before")}
     for passes in zip(*(step.passes for step in steps.values()), strict=False):
         groups: dict[str, list[int]] = {}
         for rank, one in zip(steps, passes, strict=True):

@@ -10,6 +10,7 @@ from plumbline.check.judge.clipped_masters import before_clipping
 from plumbline.check.judge.rank_weights import forward_communicates, model_parts, shared_part, weights_at
 from plumbline.check.judge.received_gradient import ReceivedGradient
 from plumbline.check.judge.step_objective import equals, objective_of
+from plumbline.evidence.training_record import StepOfRanks
 from plumbline.judge.mistakes.synchronisation import only
 from plumbline.judge.truth import RIGHT, Combination
 from plumbline.replay.reasons import FLAT_PARTS
@@ -37,6 +38,9 @@ REDUCED_IN_STEP = (
 STEPPED_ALONE = (
     "each rank steps other parameters of the model, with its own gradients, and does not get the updates of other ranks"
 )
+
+
+_Received = tuple[ReceivedGradient, StepOfRanks[RecordedStep]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,7 +147,7 @@ def received_gradients(training: RecordedTraining) -> list[ReceivedGradient]:
     return [case for case, _ in _received_gradients(training)]
 
 
-def _received_gradients(training: RecordedTraining) -> list[tuple[ReceivedGradient, Mapping[int, RecordedStep]]]:
+def _received_gradients(training: RecordedTraining) -> list[_Received]:
     """Return every received gradient, with the steps of all ranks.
 
     The format to which a communication hook rounds gradients is known from the hook's name, or else from the gradients:
@@ -158,25 +162,21 @@ def _received_gradients(training: RecordedTraining) -> list[tuple[ReceivedGradie
     return next((cases for cases in (first, *found) if all(map(_is_a_multiple, cases))), first)
 
 
-def _is_a_multiple(received: tuple[ReceivedGradient, Mapping[int, RecordedStep]]) -> bool:
+def _is_a_multiple(received: _Received) -> bool:
     case = replace(received[0], free_factor=True)
     return not case.is_finite or case.fit(RIGHT).holds
 
 
-def _received_through(
-    training: RecordedTraining, hook_format: str
-) -> Iterator[tuple[ReceivedGradient, Mapping[int, RecordedStep]]]:
+def _received_through(training: RecordedTraining, hook_format: str) -> Iterator[_Received]:
     previous: dict[tuple[int, int], ReceivedGradient] = {}
     measured: dict[tuple[int, int], ReceivedGradient] = {}
     held_in_parts = model_parts(training)
     windows, divisor = _windows(training), requested_divisor(training)
-    for index in range(min((len(rank.steps) for rank in training.ranks), default=0)):
-        recorded = training.at(index)
-        alike = len({(step.optimizer, step.number) for step in recorded.values()}) == 1
-        if not alike or len(recorded) < training.world_size:
+    for index, recorded in enumerate(training.common_steps):
+        if not recorded.is_one:
             return
         shared = shared_part(recorded)
-        optimizer = next(iter(shared.values())).optimizer
+        optimizer = shared.optimizer
         parts = frozenset(name for number, name in held_in_parts if number == optimizer)
         for rank in shared:
             ranks = _of_what_it_holds(rank, shared)
@@ -235,12 +235,12 @@ def _formats(hooks: Sequence[str]) -> Sequence[str]:
     return ("", "float16") if hooks else ("",)
 
 
-def _why_unjudged(case: ReceivedGradient, recorded: Mapping[int, RecordedStep]) -> str:
+def _why_unjudged(case: ReceivedGradient, recorded: StepOfRanks[RecordedStep]) -> str:
     if not case.is_finite:
         return NOT_FINITE
     if not case.compared.any():
         return _why_nothing_arrived(case)
-    if not case.fit(RIGHT).holds and _is_reduced_in_step(case.index, recorded):
+    if not case.fit(RIGHT).holds and _is_reduced_in_step(recorded):
         return REDUCED_IN_STEP
     own = Combination(only({case.rank}, case.world))
     divided = [step.is_divided for step in recorded.values()]
@@ -250,11 +250,11 @@ def _why_unjudged(case: ReceivedGradient, recorded: Mapping[int, RecordedStep]) 
     return ""
 
 
-def differ_when_divided(steps: Mapping[int, RecordedStep]) -> list[str]:
+def differ_when_divided(steps: StepOfRanks[RecordedStep]) -> list[str]:
     """Return the parameters that ranks divide among their optimizers, but hold with different values before a step."""
     if not all(step.is_divided for step in steps.values()):
         return []
-    names = [one.name for one in next(iter(steps.values())).parameters]
+    names = [one.name for one in steps.first.parameters]
     digests = zip(*(step.facts["masters"]["divided"] for step in steps.values()), strict=True)
     return [name for name, own in zip(names, digests, strict=True) if len({*own}) > 1]
 
@@ -277,18 +277,14 @@ def _why_nothing_arrived(case: ReceivedGradient) -> str:
     return IN_PARTS if any(one.named for one in case.parameters) else OWN_VALUES
 
 
-def _is_reduced_in_step(place: int, steps: Mapping[int, RecordedStep]) -> bool:
+def _is_reduced_in_step(steps: StepOfRanks[RecordedStep]) -> bool:
     """Return whether ranks step with different gradients, but communicate and end up with the same weights."""
-    if not all(_communicates(step) for step in steps.values()):
+    if not all(step.facts.get("parallelism", {}).get("collectives") for step in steps.values()):
         return False
-    weights = list(weights_at(place, steps))
+    weights = list(weights_at(steps))
     return any(one.differ("gradients") for one in weights) and not any(
         one.differ("after") and not one.is_rounding for one in weights
     )
-
-
-def _communicates(step: RecordedStep) -> bool:
-    return bool(step.facts.get("parallelism", {}).get("collectives"))
 
 
 def without_other_models(training: RecordedTraining) -> RecordedTraining:

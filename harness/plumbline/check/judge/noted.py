@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ from plumbline.check.evidence.training import BackwardPass, Facts, RecordedRank,
 from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 from plumbline.evidence import training_record
+from plumbline.evidence.training_record import StepOfRanks
 from plumbline.judge.findings import Information, failed, failed_with_hint
 
 FIRST_SEEN = "; first seen"
@@ -66,7 +67,7 @@ def noted(training: RecordedTraining, observer: str) -> Iterator[ObserverFacts]:
             yield ObserverFacts(one.rank, one.number, one.optimizer, step=one.step, facts=one.step.facts[observer])
 
 
-def side_by_side(training: RecordedTraining, observer: str) -> Iterable[Mapping[int, ObserverFacts]]:
+def side_by_side(training: RecordedTraining, observer: str) -> Iterable[StepOfRanks[ObserverFacts]]:
     """Return what an observer noted about the same step of each rank that took it, by rank."""
     return training_record.side_by_side(noted(training, observer))
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from plumbline.check.evidence.training import Facts, RecordedRank, RecordedStep, RecordedTraining
 from plumbline.check.judge.judged_gradients import STEPPED_ALONE, differ_when_divided, judged_gradients
 from plumbline.check.judge.noted import ObserverFacts, failed_observers, headline_note, information, noted
-from plumbline.check.judge.rank_weights import WEIGHTS, common_steps, reduced_parameters, weights_at
+from plumbline.check.judge.rank_weights import WEIGHTS, reduced_parameters, weights_at
 from plumbline.check.judge.replayed_updates import OBSERVER as UPDATE
 from plumbline.core.finding import Finding
 from plumbline.core.numbers import counted
@@ -217,7 +217,7 @@ def _not_copied_back(training: RecordedTraining) -> Finding | None:
 def _not_shared(training: RecordedTraining) -> Finding | None:
     """Find parameters, each stepped by one rank, whose updates other ranks do not get, or the rank itself loses."""
     last: Mapping[int, RecordedStep] = {}
-    for _, steps in common_steps(training):
+    for steps in training.common_steps:
         if not all(one.is_divided for one in steps.values()):
             continue
         why = "do not reach all ranks"
@@ -230,7 +230,7 @@ def _not_shared(training: RecordedTraining) -> Finding | None:
                 "after each step, broadcast every parameter from the rank whose optimizer updates it",
                 cause="updates-not-broadcast",
                 family="sync",
-                step=next(iter(steps.values())).number - 1,
+                step=steps.number - 1,
                 parameter=names[0],
             )
         last = steps
@@ -264,13 +264,11 @@ def _left_behind(steps: Sequence[RecordedStep]) -> list[str]:
 def _missing_on_some_ranks(training: RecordedTraining) -> Finding | None:
     reduced = reduced_parameters(training)
     equal: set[str] = set()
-    for place, steps in common_steps(training):
-        optimizer = next(iter(steps.values())).optimizer
+    for steps in training.common_steps:
         names = {name for step in steps.values() for name in _unoptimized(step)}
         digests = {name: _digests(name, steps) for name in sorted(names)}
-        is_one_model = any(key[0] == optimizer for key in reduced) or any(
-            one.is_wrapped for one in weights_at(place, steps)
-        )
+        is_reduced = any(optimizer == steps.optimizer for optimizer, _ in reduced)
+        is_one_model = is_reduced or any(one.is_wrapped for one in weights_at(steps))
         apart = [name for name in equal if len(set(digests.get(name, {}).values())) > 1]
         if apart and is_one_model:
             return _lacking(training.ranks, apart, steps, "so the ranks drift apart")

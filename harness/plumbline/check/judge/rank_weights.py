@@ -15,6 +15,7 @@ import torch
 from plumbline.check.evidence.training import Facts, Parameter, RecordedRank, RecordedStep, RecordedTraining
 from plumbline.check.judge.clipped_masters import OBSERVER as MASTERS
 from plumbline.core.numbers import counted
+from plumbline.evidence.training_record import StepOfRanks
 
 WEIGHTS, JOINT = "weights", "joint"
 
@@ -30,10 +31,16 @@ LOCAL_SGD = "post_localSGD_hook"
 class RankWeights:
     """One parameter at one step on all ranks, with what each rank noted about it, in the order of ranks."""
 
+    optimizer: int
     parameter: Parameter
     noted: tuple[Mapping[str, Any], ...]
     received: tuple[torch.Tensor, ...]
     local: tuple[torch.Tensor, ...]
+
+    @property
+    def key(self) -> tuple[int, str]:
+        """The number of the optimizer, and the parameter's name."""
+        return self.optimizer, self.parameter.name
 
     @property
     def is_wrapped(self) -> bool:
@@ -86,17 +93,20 @@ class RankWeights:
         return dtype.is_floating_point and self.distance <= ULPS * torch.finfo(dtype).eps
 
 
-def weights_at(place: int, steps: Mapping[int, RecordedStep]) -> Iterator[RankWeights]:
+def weights_of(training: RecordedTraining) -> Iterator[RankWeights]:
+    """Yield each parameter that every rank's optimizer has as a whole, at each step that all ranks recorded."""
+    for steps in training.common_steps:
+        yield from weights_at(steps)
+
+
+def weights_at(steps: StepOfRanks[RecordedStep]) -> Iterator[RankWeights]:
     """Yield each parameter that every rank's optimizer has as a whole; none if the ranks took different steps."""
-    if len({(step.optimizer, step.number) for step in steps.values()}) > 1:
-        return
-    if any(WEIGHTS not in step.facts for step in steps.values()):
+    if not steps.is_one or any(WEIGHTS not in step.facts for step in steps.values()):
         return
     numbers = shared_numbers(steps)
     received = {rank: step.parts(step.received) for rank, step in steps.items()}
     local = {rank: step.parts(_local(step)) for rank, step in steps.items()}
-    first = next(iter(steps))
-    for index, number in enumerate(numbers[first]):
+    for index, number in enumerate(next(iter(numbers.values()))):
         places = {rank: own[index] for rank, own in numbers.items()}
         held = {rank: _place_in_optimizer(step, places[rank]) for rank, step in steps.items()}
         if None in held.values() or not _hold_the_same(steps, held):
@@ -106,7 +116,8 @@ def weights_at(place: int, steps: Mapping[int, RecordedStep]) -> Iterator[RankWe
         )
         if all(one["before"] is not None and one["after"] is not None for one in here):
             yield RankWeights(
-                steps[first].parameters[number],
+                steps.optimizer,
+                steps.first.parameters[number],
                 here,
                 tuple(received[rank][place] for rank, place in places.items()),
                 tuple(local[rank][place] for rank, place in places.items()),
@@ -135,25 +146,13 @@ def _local(step: RecordedStep) -> torch.Tensor:
 
 def reduced_parameters(training: RecordedTraining) -> set[tuple[int, str]]:
     """Return the optimizer and the name of each parameter whose gradient was reduced over all ranks in some step."""
-    return {
-        (next(iter(steps.values())).optimizer, one.parameter.name)
-        for place, steps in common_steps(training)
-        for one in weights_at(place, steps)
-        if one.share_reduced_gradient
-    }
+    return {one.key for one in weights_of(training) if one.share_reduced_gradient}
 
 
 def all_gradients_are_reduced(training: RecordedTraining) -> bool:
     """Return whether all ranks always step with the same gradients, and some of these were reduced over ranks."""
-    every = [one for place, steps in common_steps(training) for one in weights_at(place, steps)]
+    every = list(weights_of(training))
     return any(one.share_reduced_gradient for one in every) and not any(one.differ("gradients") for one in every)
-
-
-def common_steps(training: RecordedTraining) -> Iterator[tuple[int, Mapping[int, RecordedStep]]]:
-    """Yield the index of each step that all ranks recorded, and the step by rank."""
-    if len(training.ranks) == training.world_size:
-        for index in range(min((len(rank.steps) for rank in training.ranks), default=0)):
-            yield index, training.at(index)
 
 
 def weights_are_made_equal(training: RecordedTraining) -> bool:
@@ -164,9 +163,8 @@ def weights_are_made_equal(training: RecordedTraining) -> bool:
     if any(LOCAL_SGD in rank.facts.get("precision", {}).get("hooks", ()) for rank in training.ranks):
         return True
     apart: set[tuple[int, str]] = set()
-    for place, steps in common_steps(training):
-        optimizer = next(iter(steps.values())).optimizer
-        weights = {(optimizer, one.parameter.name): one for one in weights_at(place, steps)}
+    for steps in training.common_steps:
+        weights = {one.key: one for one in weights_at(steps)}
         if apart & weights.keys() and not any(one.differ("before") for one in weights.values()):
             return True
         apart |= {name for name, one in weights.items() if one.differ("after")}
@@ -180,15 +178,12 @@ def factor_of_equal_weights(training: RecordedTraining) -> float | None:
     """
     factors: set[float | None] = set()
     apart: dict[tuple[int, str], RankWeights] = {}
-    for place, steps in common_steps(training):
-        optimizer = next(iter(steps.values())).optimizer
-        for one in weights_at(place, steps):
-            key = optimizer, one.parameter.name
-            if key in apart and not one.differ("before"):
-                factors |= _factors_of_mean(apart[key], one)
-            apart.pop(key, None)
-            if one.differ("after"):
-                apart[key] = one
+    for one in weights_of(training):
+        before = apart.pop(one.key, None)
+        if before is not None and not one.differ("before"):
+            factors |= _factors_of_mean(before, one)
+        if one.differ("after"):
+            apart[one.key] = one
     return factors.pop() if len(factors) == 1 else None
 
 
@@ -209,8 +204,8 @@ def _factors_of_mean(apart: RankWeights, equal: RankWeights) -> set[float | None
 
 def ranks_begin_apart(training: RecordedTraining) -> bool:
     """Return whether ranks begin to train with different weights, and no wrapper keeps these the same."""
-    first = next(common_steps(training), None)
-    return first is not None and any(one.differ("began") and not one.is_wrapped for one in weights_at(*first))
+    first = next(training.common_steps, None)
+    return first is not None and any(one.differ("began") and not one.is_wrapped for one in weights_at(first))
 
 
 def trains_shards(step: RecordedStep) -> bool:
@@ -242,13 +237,13 @@ def shared_numbers(steps: Mapping[int, RecordedStep]) -> Mapping[int, Sequence[i
     return {rank: [own[key] for key in common] for rank, own in places.items()}
 
 
-def shared_part(steps: Mapping[int, RecordedStep]) -> Mapping[int, RecordedStep]:
+def shared_part(steps: Mapping[int, RecordedStep]) -> StepOfRanks[RecordedStep]:
     """Return the same step of several ranks, restricted to the parameters that every rank's optimizer has."""
     numbers = shared_numbers(steps)
-    return {
-        rank: step if len(numbers[rank]) == len(step.parameters) else step.only(numbers[rank])
+    return StepOfRanks(
+        (rank, step if len(numbers[rank]) == len(step.parameters) else step.only(numbers[rank]))
         for rank, step in steps.items()
-    }
+    )
 
 
 def forward_communicates(training: RecordedTraining) -> bool:
@@ -271,14 +266,11 @@ def model_parts(training: RecordedTraining) -> set[tuple[int, str]]:
         if communicates
     }
     shared: set[tuple[int, str]] = set()
-    for place, steps in common_steps(training):
-        optimizer = next(iter(steps.values())).optimizer
-        for one in weights_at(place, steps):
-            key = (optimizer, one.parameter.name)
-            if one.differ("began") and not one.is_wrapped and (communicates or not one.parameter.named):
-                apart.add(key)
-            if one.share_gradient:
-                shared.add(key)
+    for one in weights_of(training):
+        if one.differ("began") and not one.is_wrapped and (communicates or not one.parameter.named):
+            apart.add(one.key)
+        if one.share_gradient:
+            shared.add(one.key)
     return apart - shared if communicates or shared else set()
 
 

@@ -21,7 +21,6 @@ from plumbline.check.judge.rank_weights import (
     WEIGHTS,
     RankLayout,
     RankWeights,
-    common_steps,
     factor_of_equal_weights,
     forward_communicates,
     of_all,
@@ -30,12 +29,14 @@ from plumbline.check.judge.rank_weights import (
     shared_part,
     weights_are_made_equal,
     weights_at,
+    weights_of,
 )
 from plumbline.check.judge.unreduced import AVERAGED
 from plumbline.check.rank.low_rank import factor_pairs
 from plumbline.core.finding import Finding
 from plumbline.core.numbers import counted
 from plumbline.core.outcome import Outcome
+from plumbline.evidence.training_record import StepOfRanks
 from plumbline.judge.causes.weights import FirstDifference, PartedRanksCase, UnequalStartCase, differing_parameters
 from plumbline.judge.checks.skipped_steps import skipped_on_some_ranks
 from plumbline.judge.findings import Information, failed, failed_with_hint, passed
@@ -54,23 +55,22 @@ def judge_initial_weights(training: RecordedTraining) -> Iterator[Finding]:
     reduced = reduced_parameters(training)
     parts = {case.name for case in JointTruth(training).cases if case.one_gradient}  # wrongly reduced: no replicas
     compared, every, seen = 0, 0, set()
-    for place, steps in common_steps(training):
-        step = steps[training.ranks[0].rank]
-        if step.optimizer in seen:
+    for steps in training.common_steps:
+        if steps.optimizer in seen:
             continue
-        seen.add(step.optimizer)
-        weights = list(weights_at(place, steps))
+        seen.add(steps.optimizer)
+        weights = list(weights_at(steps))
         compared += len(weights)
-        every += len(step.parameters)
+        every += len(steps.first.parameters)
         differing = [one for one in weights if one.differ("before")]
-        accused = [one for one in differing if must_agree(one, step.optimizer, layout, reduced) and not one.is_rounding]
+        accused = [one for one in differing if must_agree(one, layout, reduced) and not one.is_rounding]
         accused = [one for one in accused if one.parameter.name not in parts]
-        if accused and step.number and weights_are_made_equal(training):
+        if accused and steps.number and weights_are_made_equal(training):
             what = differing_parameters([one.parameter.name for one in accused], len(weights))
             yield not_judged(AT_THE_START, f"{what} between ranks at the first recorded step, as in local SGD")
             return
         if accused:
-            yield _unequal_start(accused, len(weights), step.number)
+            yield _unequal_start(accused, len(weights), steps.number)
             return
         if differing:
             what = differing_parameters([one.parameter.name for one in differing], len(weights))
@@ -161,7 +161,7 @@ def _constants(training: RecordedTraining) -> HeadlineNote | None:
     """Return a note on a module that is called without gradients only, such as a teacher, and differs between ranks."""
     if len(training.ranks) < training.world_size or forward_communicates(training):
         return None
-    weights = [one for place, steps in common_steps(training) for one in weights_at(place, steps)]
+    weights = list(weights_of(training))
     every = [rank.facts.get("weights", {}).get("constants", ()) for rank in training.ranks]
     for modules in zip(*every, strict=False):
         names = [[p["name"] for p in one["parameters"]] for one in modules]
@@ -222,18 +222,17 @@ def judge_ranks_agree(training: RecordedTraining) -> Iterator[Finding]:
     known: set[str] = set()
     seen: set[str] = set()
     compared, differing_steps, parts, rounded_apart = 0, 0, set[str](), False
-    for place, steps in common_steps(training):
-        weights = list(weights_at(place, steps))
+    for steps in training.common_steps:
+        weights = list(weights_at(steps))
         differing = [one for one in weights if one.differ("after")]
         compared += bool(weights)
-        if len(weights) < (every := len(next(iter(steps.values())).parameters)):
+        if len(weights) < (every := len(steps.first.parameters)):
             parts.add(of_all(len(weights), every))
         differing_steps += bool(differing)
         rounded_apart |= any(one.share_gradient and not one.differ("before") for one in differing)
         found = [one for one in differing if one.parameter.name not in known and not one.is_rounding]
         known.update(one.parameter.name for one in differing)
-        optimizer = next(iter(steps.values())).optimizer
-        if accused := [one for one in found if must_agree(one, optimizer, layout, reduced)]:
+        if accused := [one for one in found if must_agree(one, layout, reduced)]:
             first = any(one.parameter.name not in seen for one in accused if one.differ("before"))
             yield _parted(steps, accused, len(weights), first=first)
             return
@@ -287,21 +286,21 @@ def without_excuse(findings: Sequence[Finding], *, is_joint: bool) -> list[Findi
     return told
 
 
-def must_agree(weights: RankWeights, optimizer: int, layout: RankLayout, reduced: Collection[tuple[int, str]]) -> bool:
+def must_agree(weights: RankWeights, layout: RankLayout, reduced: Collection[tuple[int, str]]) -> bool:
     """Return whether a parameter must be the same on all ranks, according to its wrapper, type or gradients."""
-    if (optimizer, weights.parameter.name) in reduced or weights.is_replicated:
+    if weights.key in reduced or weights.is_replicated:
         return True
     return layout.is_data_parallel and (weights.is_wrapped or weights.share_gradient)
 
 
-def _parted(steps: Mapping[int, RecordedStep], accused: list[RankWeights], of: int, *, first: bool) -> Finding:
+def _parted(steps: StepOfRanks[RecordedStep], accused: list[RankWeights], of: int, *, first: bool) -> Finding:
     records = {rank: ScriptStep(rank, step.number, step.optimizer, step=step) for rank, step in steps.items()}
     if (alone := skipped_on_some_ranks(records, AFTER_STEPS)) is not None:
         return alone
     worst = max(accused, key=lambda one: one.distance)
     what = differing_parameters([one.parameter.name for one in accused], of)
     message = f"{what} between ranks after the step, by up to {in_two_digits(worst.distance)} of the norm"
-    finding = failed(AFTER_STEPS, message, step=next(iter(steps.values())).number, parameter=worst.parameter.name)
+    finding = failed(AFTER_STEPS, message, step=steps.number, parameter=worst.parameter.name)
     return explain(finding, PartedScriptCase(accused, first_seen=first))
 
 
@@ -349,7 +348,7 @@ def _is_one_model(training: RecordedTraining) -> bool:
 
 
 def _trained_on_some(training: RecordedTraining) -> Finding | None:
-    common = [steps for _, steps in common_steps(training)]
+    common = list(training.common_steps)
     if not common or any(rank.error for rank in training.ranks):
         return None
     tables = [_at_first_forward(rank) for rank in training.ranks]
@@ -409,8 +408,8 @@ def _used_on_some(training: RecordedTraining) -> list[str]:
         return []
     users: dict[str, list[frozenset[int]]] = {}
     world = set(range(training.world_size))
-    for _, steps in common_steps(training):
-        if len({(step.optimizer, step.number) for step in steps.values()}) > 1:
+    for steps in training.common_steps:
+        if not steps.is_one:
             return []
         for name, ranks in _users(shared_part(steps)).items():
             users.setdefault(name, []).append(ranks)

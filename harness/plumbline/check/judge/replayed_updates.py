@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from plumbline.check.evidence.training import RecordedTraining
 from plumbline.check.judge.noted import ObserverFacts, noted
 from plumbline.check.judge.optimizer_state import changed_state
-from plumbline.check.judge.rank_weights import common_steps, forward_communicates, weights_at
+from plumbline.check.judge.rank_weights import forward_communicates, weights_at
 from plumbline.check.judge.step_objective import is_loss_divided
 from plumbline.judge.oracle.noise import Deviation, in_noise, limit
 
@@ -286,8 +286,8 @@ def _steps_of_replicas(training: RecordedTraining) -> set[tuple[int, int]] | Non
     if training.world_size == 1:
         return None
     found: set[tuple[int, int]] = set()
-    for place, steps in common_steps(training):
-        weights = list(weights_at(place, steps))
+    for steps in training.common_steps:
+        weights = list(weights_at(steps))
         is_whole = all(len(step.parameters) == len(weights) for step in steps.values())
         if is_whole and not any(one.differ("before") for one in weights):
             found |= {(step.optimizer, step.number) for step in steps.values()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -12,14 +12,15 @@ from plumbline.check.judge.precision_used import OBSERVER as PRECISION
 from plumbline.check.judge.rank_weights import (
     WEIGHTS,
     RankWeights,
-    common_steps,
     shared_numbers,
     trains_shards,
     weights_are_made_equal,
     weights_at,
+    weights_of,
 )
 from plumbline.check.rank.joint.copies_and_parts import largest_rounding
 from plumbline.core.finding import Finding
+from plumbline.evidence.training_record import StepOfRanks
 from plumbline.judge.findings import failed_with_hint, with_hint
 from plumbline.report.text import listed
 
@@ -65,7 +66,7 @@ def with_reason(finding: Finding, names: Iterable[str], training: RecordedTraini
     if finding.cause not in _CAUSES:
         return finding
     wrong = set(names)
-    weights = list(_common_weights(training))
+    weights = list(weights_of(training))
     is_wrapped = {one.parameter.name for one in weights if one.is_wrapped}
     is_outside = bool(is_wrapped) and wrong.isdisjoint(is_wrapped)
     reasons: dict[str, dict[str, None]] = {}
@@ -86,9 +87,9 @@ def _with_unreached(finding: Finding, training: RecordedTraining) -> Finding:
     """Return the finding; its hint names wrapped parameters without a gradient, for which the wrapper waits."""
     unreached = [
         one.parameter.name
-        for place, steps in common_steps(training)
-        if next(iter(steps.values())).number == finding.step
-        for one in weights_at(place, steps)
+        for steps in training.common_steps
+        if steps.number == finding.step
+        for one in weights_at(steps)
         if one.is_wrapped and one.parameter.trained and any(bool(each.isnan().all()) for each in one.received)
     ]
     if finding.cause != "not-synchronised" or not unreached:
@@ -109,17 +110,16 @@ def judge_replicated_gradients(training: RecordedTraining) -> Finding | None:
     None also if the ranks have the same weights after the step, because it may average gradients itself. Not judged if
     the script makes weights equal before a later step.
     """
-    for place, steps in common_steps(training):
+    for steps in training.common_steps:
         eps = max(map(_coarsest, steps.values()))
         apart = [
             one
-            for one in weights_at(place, steps)
+            for one in weights_at(steps)
             if one.is_replicated and one.differ("after") and not one.is_rounding and _have_other_gradients(one, eps)
         ]
         if apart and weights_are_made_equal(training):
-            return not_judged(CHECK, MADE_EQUAL, next(iter(steps.values())).number)
+            return not_judged(CHECK, MADE_EQUAL, steps.number)
         if apart:
-            step = next(iter(steps.values()))
             names = [one.parameter.name for one in apart]
             finding = failed_with_hint(
                 CHECK,
@@ -128,7 +128,7 @@ def judge_replicated_gradients(training: RecordedTraining) -> Finding | None:
                 "all-reduce it: as a sum if ranks hold parts of one batch, as a mean if each rank has its own batch",
                 cause="some-parameters-not-synchronised",
                 family="sync",
-                step=step.number,
+                step=steps.number,
                 rank=min(steps),
                 parameter=names[0],
             )
@@ -143,27 +143,26 @@ def judge_replicated_gradients(training: RecordedTraining) -> Finding | None:
                 "of them: clip by the norm of the whole model, for example",
                 cause="some-parameters-not-synchronised",
                 family="sync",
-                step=next(iter(steps.values())).number,
+                step=steps.number,
                 rank=min(steps),
                 parameter=names[0],
             )
     return None
 
 
-def _copied_apart(steps: Mapping[int, RecordedStep], coarsest: float) -> list[str]:
+def _copied_apart(steps: StepOfRanks[RecordedStep], coarsest: float) -> list[str]:
     """Return the sharded parameters whose gradients every rank has whole, but with other values than other ranks."""
     if any(step.is_in_pieces or WEIGHTS not in step.facts for step in steps.values()):
         return []
     numbers = shared_numbers(steps)
-    first = next(iter(steps))
     received = {rank: step.parts(step.received) for rank, step in steps.items()}
     found = []
-    for index, number in enumerate(numbers[first]):
+    for index, number in enumerate(next(iter(numbers.values()))):
         places = {rank: own[index] for rank, own in numbers.items()}
         copied = (steps[rank].facts[WEIGHTS].get("copied") for rank in steps)
         if not all(one is not None and one[place] for one, place in zip(copied, places.values(), strict=True)):
             continue
-        parameter = steps[first].parameters[number]
+        parameter = steps.first.parameters[number]
         if _are_apart([received[rank][place] for rank, place in places.items()], parameter, coarsest):
             found.append(parameter.name)
     return found
@@ -185,13 +184,7 @@ def ranks_hold_one_model(training: RecordedTraining) -> bool:
 
 
 def _unsharded(training: RecordedTraining) -> Iterator[RankWeights]:
-    return (one for one in _common_weights(training) if one.why_unreduced == "unsharded")
-
-
-def _common_weights(training: RecordedTraining) -> Iterator[RankWeights]:
-    for place, steps in common_steps(training):
-        if all(WEIGHTS in step.facts for step in steps.values()):
-            yield from weights_at(place, steps)
+    return (one for one in weights_of(training) if one.why_unreduced == "unsharded")
 
 
 def _have_other_gradients(one: RankWeights, coarsest: float) -> bool:
