@@ -28,6 +28,7 @@ from observed import Observed
 
 from plumbline.check.evidence.training import RecordedRank
 from plumbline.check.rank.install import training_observers
+from plumbline.recording.parameter_names import ParameterNames
 
 WORLD = 2
 
@@ -283,7 +284,7 @@ def train(rank: int) -> dict[str, RecordedRank]:
     """Train every scene on a rank of the present process group, and return what was recorded of each."""
     kept = {}
     for scene in _scenes():
-        observers = training_observers()
+        observers = training_observers(ParameterNames())
         for observer in observers:
             observer.install()
         recorder = Observed(observers)

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from plumbline.check.evidence.training import Facts
 from plumbline.check.rank.observers.objective import ObjectiveObserver
+from plumbline.recording.parameter_names import ParameterNames
 from plumbline.recording.pause import paused
 from plumbline.recording.rehearsal import rehearsal
 
@@ -26,7 +27,7 @@ def observer() -> Iterator[ObjectiveObserver]:
     names = [name for name in dir(functional) if name.endswith(("loss", "entropy", "logits", "div"))]
     kept = {name: getattr(functional, name) for name in names}
     script = torch.jit.script
-    made = ObjectiveObserver()
+    made = ObjectiveObserver(ParameterNames())
     made.install()
     made.start()
     yield made

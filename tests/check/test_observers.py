@@ -18,6 +18,7 @@ from plumbline.check.rank.observers.parallelism import ParallelismObserver
 from plumbline.check.rank.observers.ties import TieObserver
 from plumbline.check.rank.tensor_digest import SMALL, digest_and_projection, tensor_digest
 from plumbline.recording.observer import Facts, Observer, Observers
+from plumbline.recording.parameter_names import ParameterNames
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def ties() -> Iterator[TieObserver]:
     owners: list[Any] = [nn.Module, nn.Module, nn.Parameter, torch.utils]
     names = ("register_parameter", "load_state_dict", "__deepcopy__", "swap_tensors")
     kept = [(owner, name, getattr(owner, name)) for owner, name in zip(owners, names, strict=True)]
-    observer = TieObserver()
+    observer = TieObserver(ParameterNames())
     observer.install()
     yield observer
     for owner, name, function in kept:

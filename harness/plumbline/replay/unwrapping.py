@@ -53,13 +53,6 @@ def unwrapped(module: nn.Module) -> nn.Module:
         inner = child
 
 
-def add_root(roots: list[nn.Module], module: nn.Module) -> None:
-    """Add the unwrapped ``module`` to ``roots``, unless it is there."""
-    root = unwrapped(module)
-    if not any(known is root for known in roots):
-        roots.append(root)
-
-
 def is_compiled(module: nn.Module) -> bool:
     """Return whether torch.compile was applied to a module or to a part of it, in any of the ways that torch has."""
     return any(map(is_compiled_itself, module.modules()))

@@ -31,6 +31,7 @@ from plumbline.check.rank.parameter_sample import ParameterSample
 from plumbline.check.rank.recorder import TrainingRecorder
 from plumbline.check.rank.recording_cost import RecordingCost
 from plumbline.recording.observer import Observer
+from plumbline.recording.parameter_names import ParameterNames
 from plumbline.recording.process import follow_processes
 from plumbline.replay.applied_functions import keep_functions_patched
 
@@ -65,22 +66,21 @@ def make_recorder(folder: str) -> TrainingRecorder:
 
 
 def recorder_of(options: RecordingOptions, writer: EvidenceWriter, deal: Deal) -> TrainingRecorder:
-    scale, sample = LossScale(), ParameterSample(options.sample_parameters)
+    names, scale, sample = ParameterNames(), LossScale(), ParameterSample(options.sample_parameters)
     clipping = ClippingObserver(scale)
     replays: list[Observer] = [UpdateReplay(sample)] if options.replays else []
     replays = [RecordingCost()] if options.dry_run else replays
-    others: list[Observer] = [LearningRate(), PrecisionUsed(), *training_observers(), StateContinuity(), *replays]
+    others: list[Observer] = [LearningRate(), PrecisionUsed(), *training_observers(names), StateContinuity(), *replays]
     if options.state:
         others.append(ResumableStateObserver())
     if options.splits:
         others.append(SplitObserver(deal, without_dropout=options.without_dropout))
-    return TrainingRecorder(options, writer, scale, clipping, others, sample)
+    return TrainingRecorder(options, writer, names, scale, clipping, others, sample)
 
 
-def training_observers() -> list[Observer]:
+def training_observers(names: ParameterNames) -> list[Observer]:
     """Return new observers for one process, in the order in which they are to be called."""
-    loaders, parallelism = LoaderObserver(), ParallelismObserver()
-    objective = ObjectiveObserver()
+    loaders, parallelism, objective = LoaderObserver(), ParallelismObserver(), ObjectiveObserver(names)
     return [
         loaders,
         parallelism,
@@ -91,10 +91,10 @@ def training_observers() -> list[Observer]:
         WeightObserver(parallelism),
         DocumentObserver(objective),
         objective,
-        UnusedLossObserver(),
+        UnusedLossObserver(names),
         GatheredOutputObserver(),
-        ExpertObserver(),
-        TieObserver(),
+        ExpertObserver(names),
+        TieObserver(names),
         MovedWeightObserver(),
         FrozenWeightObserver(),
         ScriptLineObserver(),

@@ -64,6 +64,7 @@ class TrainingRecorder:
         self,
         options: RecordingOptions,
         writer: EvidenceWriter,
+        names: ParameterNames,
         loss_scale: LossScale,
         clipping: ClippingObserver,
         others: Sequence[Observer] = (),
@@ -75,18 +76,18 @@ class TrainingRecorder:
         self._first_writer = self._writer = writer
         self._window = options.after, options.after + options.steps
         self._errors = OwnErrors(self._stop_if_recording)
-        self._names = ParameterNames()
-        self._optimizers = KnownOptimizers(self._names)
-        self._layouts = MasterLayouts(self._names, self._optimizers)
-        self._flat = FlatGradients(self._names)
-        self._unclipped = UnclippedGradients(self._optimizers, self._names, sample, loss_scale)
-        joint = JointSteps(self._optimizers, self._names, self._unclipped, self._layouts)
-        self._observers = Observers((NameObserver(self._names), loss_scale, clipping, self._unclipped, joint, *others))
+        self._names = names
+        self._optimizers = KnownOptimizers(names)
+        self._layouts = MasterLayouts(names, self._optimizers)
+        self._flat = FlatGradients(names)
+        self._unclipped = UnclippedGradients(self._optimizers, names, sample, loss_scale)
+        joint = JointSteps(self._optimizers, names, self._unclipped, self._layouts)
+        self._observers = Observers((NameObserver(names), loss_scale, clipping, self._unclipped, joint, *others))
         self._passes = TrainingPasses(
             options,
             sample,
             self._optimizers,
-            self._names,
+            names,
             self._observers,
             loss_scale,
             self._errors,

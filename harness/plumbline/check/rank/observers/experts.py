@@ -19,10 +19,10 @@ from plumbline.evidence.projection import scrambled
 from plumbline.recording.backward_passes import in_backward
 from plumbline.recording.module_calls import running_modules
 from plumbline.recording.observer import Observer
+from plumbline.recording.parameter_names import ParameterNames
 from plumbline.recording.patching import attempt, undone_by, wrap
 from plumbline.replay.applied_functions import follow_functions
 from plumbline.replay.call import sample
-from plumbline.replay.unwrapping import add_root
 
 NAME = "experts"
 
@@ -80,13 +80,13 @@ class ExpertObserver(Observer):
 
     name = NAME
 
-    def __init__(self) -> None:
+    def __init__(self, names: ParameterNames) -> None:
+        self._names = names
         self._selections: list[_Selection] = []
         self._known: deque[_Selection] = deque(maxlen=_KEPT)
         self._again: list[tuple[str, Tensor, int]] = []
         self._losses = BalancingLosses()
         self._following = ExitStack()
-        self._roots: list[nn.Module] = []
         self._paths = ModulePaths()
         self._values: dict[str, Tensor] = {}
 
@@ -104,10 +104,6 @@ class ExpertObserver(Observer):
         self._forget()
         self._known.clear()
         self._values.clear()
-        self._roots = []
-
-    def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        add_root(self._roots, module)
 
     def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
         """Find the balancing losses in the graph while it exists."""
@@ -115,7 +111,7 @@ class ExpertObserver(Observer):
         if chosen := self._chosen():
             scores = {id(node): node for one in chosen if one.scores is not None for node in one.scores.nodes}
             if len(roots) == 1:
-                attempt(self._losses.look, roots[0].grad_fn, scores, self._roots)
+                attempt(self._losses.look, roots[0].grad_fn, scores, self._names.roots)
             for one in chosen:
                 nodes = set() if one.scores is None else set(map(id, one.scores.nodes))
                 one.is_reached = one.scores is None or not nodes.isdisjoint(self._losses.reached)

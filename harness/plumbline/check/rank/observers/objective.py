@@ -26,10 +26,10 @@ from plumbline.check.rank.observers.row_hashes import digest, row_hashes
 from plumbline.check.rank.observers.unused_losses import held_losses
 from plumbline.recording.backward_passes import is_number
 from plumbline.recording.observer import Observer
+from plumbline.recording.parameter_names import ParameterNames
 from plumbline.recording.patching import attempt, wrap
 from plumbline.recording.pause import is_paused
 from plumbline.recording.rehearsal import is_rehearsal
-from plumbline.replay.unwrapping import add_root
 
 _LONGEST_CHAIN = 64
 
@@ -69,14 +69,14 @@ class ObjectiveObserver(Observer):
 
     name = "objective"
 
-    def __init__(self) -> None:
+    def __init__(self, names: ParameterNames) -> None:
+        self._names = names
         self._depth = 0
         self._calls: list[_Call] = []
         self._waiting: list[_Call] = []
         self._root: Any = None
         self._means: list[list[float]] | None = None
         self._terms: LossTerms | None = None
-        self._roots: list[nn.Module] = []
         self._rows: int | None = None
 
     def install(self) -> None:
@@ -95,10 +95,9 @@ class ObjectiveObserver(Observer):
     def stop(self) -> None:
         super().stop()
         self._root, self._means, self._terms = None, None, None
-        self._calls, self._waiting, self._roots = [], [], []
+        self._calls, self._waiting = [], []
 
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        add_root(self._roots, module)
         if not is_rehearsal():
             self._rows = attempt(samples_in, module, args, kwargs)
 
@@ -109,7 +108,7 @@ class ObjectiveObserver(Observer):
             self._root = roots[0].grad_fn
             self._means = attempt(mean_weights, self._root)
             calls = {id(one.node): one.call.function for one in pending}
-            names = {id(node): name for name, node in held_losses(self._roots) if node is not None}
+            names = {id(node): name for name, node in held_losses(self._names.roots) if node is not None}
             for one in pending:
                 one.is_masked = one.call.function in ELEMENTS and attempt(hides_a_mask, one.node) is not False
             self._terms = attempt(LossTerms, self._root, calls, names, self._rows)

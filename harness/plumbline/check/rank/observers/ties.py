@@ -13,10 +13,10 @@ from torch.optim.optimizer import Optimizer
 
 from plumbline.check.evidence.training import Facts
 from plumbline.recording.observer import Observer
+from plumbline.recording.parameter_names import ParameterNames
 from plumbline.recording.parameters import parameters_of
 from plumbline.recording.patching import attempt, wrap
 from plumbline.recording.sharding import local
-from plumbline.replay.unwrapping import add_root
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,12 +44,12 @@ class TieObserver(Observer):
 
     name = "ties"
 
-    def __init__(self) -> None:
+    def __init__(self, names: ParameterNames) -> None:
+        self._names = names
         self._first: dict[int, tuple[ref[Tensor], _Place]] = {}
         self._ties: list[tuple[_Place, _Place]] = []
         self._tied: dict[int, ref[Tensor]] = {}
         self._loading = 0
-        self._roots: list[nn.Module] = []
         self._looked = False
         self._facts: Facts = {}
 
@@ -67,16 +67,13 @@ class TieObserver(Observer):
         known = self._tied.get(id(parameter))
         return (known is not None and known() is parameter) or getattr(parameter, "shared_embedding", False) is True
 
-    def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        add_root(self._roots, module)
-
     def before_step(self, optimizer: Optimizer) -> None:
         """Look at the ties before the first recorded step."""
-        if self._looked or not self._roots:
+        if self._looked or not self._names.roots:
             return
         self._looked = True
         stepped = set(map(id, parameters_of(optimizer)))
-        for root in self._roots:
+        for root in self._names.roots:
             names = {id(one): name for name, one in root.named_parameters(remove_duplicate=False)}
             for kind, pairs in (("lost", self._pairs()), ("declared", _declared(root))):
                 apart = [
@@ -87,9 +84,6 @@ class TieObserver(Observer):
                     and _train_apart(one, other)
                 ]
                 self._facts.setdefault(kind, []).extend(apart)
-
-    def stop(self) -> None:
-        self._roots = []
 
     def final_facts(self) -> Facts | None:
         return self._facts if any(self._facts.values()) else None

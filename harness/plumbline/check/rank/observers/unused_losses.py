@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from plumbline.check.evidence.training import Facts
 from plumbline.recording.observer import Observer
+from plumbline.recording.parameter_names import ParameterNames
 from plumbline.recording.patching import attempt
 from plumbline.replay.alias import CallOutputs
-from plumbline.replay.unwrapping import add_root
 
 _WORDS = ("aux", "loss", "penalty")
 _MAIN = ("loss", "losses", "total_loss")
@@ -34,16 +34,10 @@ class UnusedLossObserver(Observer):
 
     name = "unused-losses"
 
-    def __init__(self) -> None:
-        self._roots: list[nn.Module] = []
+    def __init__(self, names: ParameterNames) -> None:
+        self._names = names
         self._used: set[str] = set()
         self._unused: set[str] = set()
-
-    def stop(self) -> None:
-        self._roots = []
-
-    def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        add_root(self._roots, module)
 
     def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
         attempt(self._look, roots)
@@ -52,7 +46,7 @@ class UnusedLossObserver(Observer):
         return {"used": sorted(self._used), "unused": sorted(self._unused)} if self._used or self._unused else None
 
     def _look(self, roots: Sequence[Tensor]) -> None:
-        held = list(held_losses(self._roots))
+        held = list(held_losses(self._names.roots))
         reached, calls = _reached([one.grad_fn for one in roots if one.grad_fn is not None])
         known = {id(node) for _, node in held}
         returned = [(name, node) for call in calls for name, node in _returned(call) if id(node) not in known]
