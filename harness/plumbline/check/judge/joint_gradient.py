@@ -13,6 +13,12 @@ from plumbline.judge.mistakes.accumulation import PREVIOUS_STEP_NOT_ZEROED
 from plumbline.judge.truth import Combination, GradientCase, GradientMistake, SomeParameters, scaled
 from plumbline.report.text import listed
 
+_MEASURED = (
+    "name", "received", "left", "left_in_parts", "shares", "noise", "parts", "in_pieces", "began_alike", "copies",
+    "one_gradient",
+)  # fmt: skip
+"""The facts of a wrong gradient that are taken over as they were recorded."""
+
 
 @dataclass(frozen=True, eq=False)
 class JointGradient(GradientCase):
@@ -82,25 +88,15 @@ class JointGradient(GradientCase):
         return cls(
             index,
             wrong["ranks"][0],
-            wrong["name"],
-            tuple(wrong["ranks"]),
-            wrong["received"],
-            wrong["left"],
-            wrong["shares"],
-            wrong["noise"],
-            found["limit"],
-            window,
-            found["right"],
-            first if agree else math.nan,
-            wrong["began_alike"],
-            wrong["copies"],
-            wrong["one_gradient"],
-            tuple(found.get("not_derivatives", ())),
-            parts=wrong["parts"],
-            in_pieces=wrong["in_pieces"],
+            ranks=tuple(wrong["ranks"]),
+            limit_x_noise=found["limit"],
+            accumulate_most=window,
+            others=found["right"],
+            common_factor=first if agree else math.nan,
+            functions=tuple(found.get("not_derivatives", ())),
             losses=found["losses"],
-            left_in_parts=wrong["left_in_parts"],
             with_all_copies=wrong["with_all_copies"] or {},
+            **{name: wrong[name] for name in _MEASURED},
         )
 
     @property

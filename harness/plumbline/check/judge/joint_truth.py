@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 from plumbline.check.evidence.training import Facts, RecordedRank, RecordedStep, RecordedTraining
@@ -53,7 +52,15 @@ _IN_PLACE = "; in-place collectives in the forward count as constants, because a
 
 
 class JointTruth(Truth[JointGradient]):
-    """Compares what all optimizers received with the derivative of the joint forward, along random directions."""
+    """Compares what all optimizers received with the derivative of the joint forward, along random directions.
+
+    Parameters, each by name and rank: ``judged`` were compared with a nonzero gradient. ``alike`` are equal on several
+    ranks, and are right only if each is a separate part. ``doubtful`` may, in every step, be either copies of one
+    parameter or parts of one. ``layers`` are equal in different pipeline stages, and count as those of different
+    layers. The search for wrong ones did not reach ``unsearched``. ``perhaps_tied`` has pairs that are equal in
+    different stages at the first compared step. ``unreduced`` has parameters, each with its ranks, that are replicas
+    and have the gradient of one rank in every step.
+    """
 
     def __init__(self, training: RecordedTraining) -> None:
         self.training = training
@@ -75,6 +82,11 @@ class JointTruth(Truth[JointGradient]):
         self.losses = max((one["losses"] for _, one in self.compared), default=training.world_size)
         unjudged = ((number, str(one["why"])) for number, one in found if one and one.get("why"))
         self.first_unjudged, self.obstacle = next(unjudged, (0, ""))
+        kinds = ("judged", "layers", "alike", "doubtful", "unsearched")
+        self.judged, self.layers, alike, doubtful, unsearched = map(self._members, kinds)
+        self.alike, self.doubtful, self.unsearched = (one - self.judged for one in (alike, doubtful, unsearched))
+        self.perhaps_tied = [pair for _, one in self.compared[:1] for pair in one["perhaps_tied"]]
+        self.unreduced = _in_all([one["own"] for _, one in self.compared if not one["wrong"]])
 
     @property
     def cases(self) -> Sequence[JointGradient]:
@@ -106,31 +118,6 @@ class JointTruth(Truth[JointGradient]):
         factors = {1.0 if one is None else one["factor"] for one in changes}
         return factors.pop() if len(factors) == 1 else None
 
-    @cached_property
-    def judged(self) -> frozenset[tuple[str, int]]:
-        """The names and ranks of parameters whose gradient was compared with a nonzero one."""
-        return self._members("judged")
-
-    @cached_property
-    def alike(self) -> frozenset[tuple[str, int]]:
-        """Parameters that are equal on several ranks, and are right only if each is a separate part."""
-        return self._members("alike") - self.judged
-
-    @cached_property
-    def layers(self) -> frozenset[tuple[str, int]]:
-        """Parameters that are equal in different pipeline stages, and count as those of different layers."""
-        return self._members("layers")
-
-    @cached_property
-    def doubtful(self) -> frozenset[tuple[str, int]]:
-        """Parameters that, in every step, may be either copies of one parameter or parts of one."""
-        return self._members("doubtful") - self.judged
-
-    @cached_property
-    def unreduced(self) -> Sequence[Any]:
-        """Parameters, each with its ranks, that are replicas and have the gradient of one rank in every step."""
-        return _in_all([found["own"] for _, found in self.compared if not found["wrong"]])
-
     @property
     def may_be_replicas(self) -> bool:
         """Whether a mean over all ranks may be right as well. Stages of a pipeline are never replicas of each other."""
@@ -160,16 +147,6 @@ class JointTruth(Truth[JointGradient]):
         return any(
             (name, rank) in self.judged and (name.partition("[")[0], rank) not in wrong for name, rank in parameters
         )
-
-    @cached_property
-    def unsearched(self) -> frozenset[tuple[str, int]]:
-        """Parameters that the search for wrong ones did not reach."""
-        return self._members("unsearched") - self.judged
-
-    @cached_property
-    def perhaps_tied(self) -> Sequence[Sequence[tuple[str, int]]]:
-        """Pairs of parameters, by name and rank, that are equal in different stages at the first compared step."""
-        return [pair for _, found in self.compared[:1] for pair in found["perhaps_tied"]]
 
     def _members(self, kind: str) -> frozenset[tuple[str, int]]:
         return frozenset((name, rank) for _, found in self.compared for name, ranks in found[kind] for rank in ranks)
