@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -92,6 +93,8 @@ class BackwardPass:
     precision; it is set only if activation checkpoints recomputed other values than their forward.
     """
 
+    VECTORS: ClassVar = ("local", "exact", "native")
+
     number: int
     local: Tensor
     exact: Tensor | None = None
@@ -116,6 +119,8 @@ class RecordedStep:
     after them. ``discarded``: the number of those that the judge left out because the script discarded their gradients.
     ``facts`` has what observers noted.
     """
+
+    VECTORS: ClassVar = ("received", "unclipped", "replaced", "after_backward")
 
     optimizer: int
     number: int
@@ -166,23 +171,18 @@ class RecordedStep:
     def only(self, numbers: Sequence[int]) -> RecordedStep:
         """Return the step for the parameters with these numbers only. The norm and facts are still the whole step's."""
 
-        def chosen(vector: Tensor) -> Tensor:
+        def chosen(vector: Tensor) -> Any:
             parts = self.parts(vector)
             return torch.cat([parts[number] for number in numbers]) if numbers else vector[:0]
 
-        def of(one: BackwardPass) -> BackwardPass:
-            exact, native = (None if each is None else chosen(each) for each in (one.exact, one.native))
-            return replace(one, local=chosen(one.local), exact=exact, native=native)
+        def of(one: HasVectors) -> HasVectors:
+            return replace(one, **{name: chosen(vector) for name, vector in vectors_of(one).items()})
 
         return replace(
-            self,
+            of(self),
             parameters=tuple(self.parameters[number] for number in numbers),
-            received=chosen(self.received),
             passes=tuple(map(of, self.passes)),
             other_passes=tuple(map(of, self.other_passes)),
-            unclipped=None if self.unclipped is None else chosen(self.unclipped),
-            replaced=None if self.replaced is None else chosen(self.replaced),
-            after_backward=None if self.after_backward is None else chosen(self.after_backward),
         )
 
     def parts(self, vector: Tensor) -> Sequence[Tensor]:
@@ -192,6 +192,14 @@ class RecordedStep:
     def norms(self, vector: Tensor) -> Tensor:
         norms = [part.norm() for part in self.parts(vector)]
         return torch.stack(norms) if norms else torch.zeros(0, dtype=torch.float64)
+
+
+HasVectors = TypeVar("HasVectors", BackwardPass, RecordedStep)
+
+
+def vectors_of(one: BackwardPass | RecordedStep) -> dict[str, Any]:
+    """Return those vectors of a pass or a step that were recorded, by the names of their fields."""
+    return {name: vector for name in one.VECTORS if (vector := getattr(one, name)) is not None}
 
 
 @dataclass(frozen=True, eq=False)

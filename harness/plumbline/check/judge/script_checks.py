@@ -181,32 +181,21 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         ) from error
 
 
-def _step(values: dict[str, Any], tensors: dict[str, Tensor]) -> RecordedStep:
+def _step(values: dict[str, Any], tensors: dict[str, Any]) -> RecordedStep:
     return RecordedStep(
-        values["optimizer"],
-        values["number"],
-        tuple(Parameter(**{**one, "shape": tuple(one["shape"])}) for one in values["parameters"]),
-        tensors["received"],
-        _passes("pass", values["passes"], tensors),
-        _passes("other", values["other_passes"], tensors),
-        values["skipped"],
-        values["facts"],
-        values["norm"],
-        tensors.get("unclipped"),
-        tensors.get("replaced"),
-        tensors.get("after_backward"),
+        parameters=tuple(Parameter(**{**one, "shape": tuple(one["shape"])}) for one in values["parameters"]),
+        passes=_passes("pass", values["passes"], tensors),
+        other_passes=_passes("other", values["other_passes"], tensors),
+        **{name: values[name] for name in ("optimizer", "number", "skipped", "facts", "norm")},
+        **{name: tensors[name] for name in RecordedStep.VECTORS if name in tensors},
     )
 
 
-def _passes(kind: str, values: list[dict[str, Any]], tensors: dict[str, Tensor]) -> tuple[BackwardPass, ...]:
+def _passes(kind: str, values: list[dict[str, Any]], tensors: dict[str, Any]) -> tuple[BackwardPass, ...]:
     return tuple(
         BackwardPass(
-            one["number"],
-            tensors[f"{kind} {index}/local"],
-            tensors.get(f"{kind} {index}/exact"),
-            one["scale"],
-            one["facts"],
-            tensors.get(f"{kind} {index}/native"),
+            **one,
+            **{name: tensors[key] for name in BackwardPass.VECTORS if (key := f"{kind} {index}/{name}") in tensors},
         )
         for index, one in enumerate(values)
     )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from plumbline.check.evidence.options import GROUP, INTERRUPTED, WINDOW
-from plumbline.check.evidence.training import BackwardPass, Facts, RecordedStep
+from plumbline.check.evidence.training import BackwardPass, Facts, RecordedStep, vectors_of
 from plumbline.evidence.rank_file import write_file
 from plumbline.recording.process import group_name
 
@@ -53,13 +53,7 @@ class EvidenceWriter:
         Raises:
             OSError: the file cannot be written.
         """
-        vectors = {
-            "received": step.received,
-            "unclipped": step.unclipped,
-            "replaced": step.replaced,
-            "after_backward": step.after_backward,
-        }
-        tensors = {name: vector for name, vector in vectors.items() if vector is not None}
+        tensors = vectors_of(step)
         values = {
             "rank": rank,
             "world_size": world_size,
@@ -128,9 +122,5 @@ def _wait_until(holds: Callable[[], bool], seconds: float) -> None:
 
 
 def _pass(name: str, one: BackwardPass, tensors: dict[str, Tensor]) -> Facts:
-    tensors[f"{name}/local"] = one.local
-    if one.exact is not None:
-        tensors[f"{name}/exact"] = one.exact
-    if one.native is not None:
-        tensors[f"{name}/native"] = one.native
+    tensors.update({f"{name}/{kind}": vector for kind, vector in vectors_of(one).items()})
     return {"number": one.number, "scale": one.scale, "facts": one.facts}
