@@ -28,7 +28,7 @@ from observed import Observed
 
 from plumbline.check.evidence.training import RecordedRank
 from plumbline.check.rank.install import training_observers
-from plumbline.recording.parameter_names import ParameterNames
+from plumbline.recording.parameters import ParameterNames
 
 WORLD = 2
 

@@ -13,9 +13,8 @@ from torch.nn import functional
 
 from plumbline.check.evidence.training import Facts
 from plumbline.check.rank.observers.objective import ObjectiveObserver
-from plumbline.recording.parameter_names import ParameterNames
-from plumbline.recording.pause import paused
-from plumbline.recording.rehearsal import rehearsal
+from plumbline.recording.parameters import ParameterNames
+from plumbline.recording.pause import paused, rehearsal
 
 SCORES = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 TARGETS = torch.tensor([0, 1, -100, 3, -100, 2])

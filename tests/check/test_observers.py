@@ -18,7 +18,7 @@ from plumbline.check.rank.observers.parallelism import ParallelismObserver
 from plumbline.check.rank.observers.ties import TieObserver
 from plumbline.check.rank.tensor_digest import SMALL, digest_and_projection, tensor_digest
 from plumbline.recording.observer import Facts, Observer, Observers
-from plumbline.recording.parameter_names import ParameterNames
+from plumbline.recording.parameters import ParameterNames
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from plumbline.check.evidence.training import BackwardPass, Parameter, RecordedR
 from plumbline.check.judge.recomputation import judge_recomputation
 from plumbline.check.verdict.verdict import Answer, answer_of
 from plumbline.core.outcome import Outcome
-from plumbline.recording.rehearsal import is_rehearsal
+from plumbline.recording.pause import is_rehearsal
 from plumbline.replay.checkpointing import without_checkpoints
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from plumbline.recording.parameter_names import ParameterNames
+from plumbline.recording.parameters import ParameterNames
 
 
 def test_the_first_module_that_holds_a_parameter_names_it():

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from plumbline.recording.flat_sharding import part_of
-from plumbline.recording.sharding import local
-from plumbline.recording.zero3 import held
+from plumbline.recording.sharding import held, local
 from plumbline.replay.random_state import AutocastState, RandomState
 
 SAMPLE = 1024

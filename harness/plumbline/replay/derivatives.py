@@ -22,7 +22,7 @@ from plumbline.replay.collectives import collectives
 from plumbline.replay.function_derivatives import LARGEST, AppliedFunction, Terms, exchange_terms
 from plumbline.replay.memory import address_of
 from plumbline.replay.nested import map_tensors, tensors_in
-from plumbline.replay.own_numbers import normal_like
+from plumbline.replay.random_state import normal_like
 from plumbline.replay.unsharding import is_distributed
 
 

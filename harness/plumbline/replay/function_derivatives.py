@@ -19,7 +19,7 @@ from torch import Tensor
 
 from plumbline.replay.collectives import collectives
 from plumbline.replay.nested import map_tensors, tensors_in
-from plumbline.replay.own_numbers import normal_like
+from plumbline.replay.random_state import normal_like
 
 EPS = 1e-7
 """The distance by which the inputs of a custom function are moved, in multiples of their size."""

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from plumbline.recording.flat_sharding import part_of
-from plumbline.recording.sharding import whole
-from plumbline.recording.zero3 import gathered, is_run
+from plumbline.recording.sharding import gathered, is_run, whole
 from plumbline.replay.call import TrackedCall
 from plumbline.replay.precision import ReplayPrecision
 from plumbline.replay.unsharding import computing_dtypes, is_gathered, shards

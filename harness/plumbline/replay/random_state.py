@@ -1,10 +1,10 @@
-"""The states of the random number generators that a forward may draw from, and of autocast."""
+"""The states of the random number generators that a forward may draw from, and of autocast; numbers for checks."""
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from plumbline.devices.calls import index_of, random_state, set_random_state
 
@@ -121,3 +122,14 @@ def autocast(states: Iterable[AutocastState], *, enabled: bool = True) -> Iterat
                 torch.autocast(one.device_type, one.dtype, enabled=enabled and one.enabled, cache_enabled=one.cache)
             )
         yield
+
+
+def normal(shape: Sequence[int], generator: torch.Generator, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Return normal numbers on the CPU, drawn in ``dtype`` even inside of a replay in another precision."""
+    with _disable_current_modes():
+        return torch.randn(shape, generator=generator, dtype=dtype)
+
+
+def normal_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """Return normal numbers of a tensor's shape, dtype and device."""
+    return normal(tensor.shape, generator, tensor.dtype).to(tensor.device)

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from plumbline.recording.flat_sharding import flat_units, is_fully_sharded, part_of, plain_forward
-from plumbline.recording.sharding import arrival_leaves
-from plumbline.recording.zero3 import is_hook_of_zero, is_run
+from plumbline.recording.sharding import arrival_leaves, is_hook_of_zero, is_run
 from plumbline.replay.nested import map_tensors
 
 _FSDP = ("torch.distributed.fsdp.", "torch.distributed._composable.")

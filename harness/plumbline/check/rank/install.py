@@ -31,7 +31,7 @@ from plumbline.check.rank.parameter_sample import ParameterSample
 from plumbline.check.rank.recorder import TrainingRecorder
 from plumbline.check.rank.recording_cost import RecordingCost
 from plumbline.recording.observer import Observer
-from plumbline.recording.parameter_names import ParameterNames
+from plumbline.recording.parameters import ParameterNames
 from plumbline.recording.process import follow_processes
 from plumbline.replay.applied_functions import keep_functions_patched
 

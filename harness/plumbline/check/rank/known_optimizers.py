@@ -13,8 +13,7 @@ from plumbline.check.evidence.training import Facts
 from plumbline.check.rank.low_rank import factors
 from plumbline.check.rank.tensor_digest import tensor_digest
 from plumbline.recording.flat_sharding import part_of
-from plumbline.recording.parameter_names import ParameterNames
-from plumbline.recording.parameters import RegisteredParameters, parameters_of
+from plumbline.recording.parameters import ParameterNames, RegisteredParameters, parameters_of
 
 MOST_LATE = 8
 """The most optimizers to name that first step after the recording. Some scripts create one for every task."""

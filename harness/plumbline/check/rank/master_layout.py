@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -14,17 +15,14 @@ from torch.optim.optimizer import Optimizer
 from plumbline.check.evidence.training import BackwardPass, Facts, Parameter, as_real, segment
 from plumbline.check.rank.known_optimizers import KnownOptimizers
 from plumbline.check.rank.local_gradients import ArrivedGradients
-from plumbline.check.rank.megatron_weights import pieces_of_megatron
 from plumbline.check.rank.optimizer_gradients import exact_segment, joined
-from plumbline.check.rank.stepping_object import stepping_object
 from plumbline.check.rank.store_exchange import AbsentRankError, Exchange
 from plumbline.check.rank.tensor_digest import tensor_digest
 from plumbline.evidence.projection import fingerprint
 from plumbline.evidence.trace import dtype_name
 from plumbline.recording.grad_scaler import scale_left
 from plumbline.recording.master_weights import Piece, pieces_of, shape_of
-from plumbline.recording.parameter_names import ParameterNames
-from plumbline.recording.parameters import parameters_of
+from plumbline.recording.parameters import ParameterNames, parameters_of
 
 TRIES = 2
 """The number of steps before which pieces are searched for. The model has the optimizer's weights after a step, if not
@@ -420,3 +418,42 @@ def _of_trainer() -> dict[str, Any]:
 
 def _eps(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps
+
+
+def pieces_of_megatron(model: Sequence[Tensor], masters: Sequence[Tensor]) -> list[Piece]:
+    """Return the pieces that parameters name in ``main_param``, and the pieces that can be found for other masters.
+
+    With the distributed optimizer, only the optimizer knows where a piece begins. Without any ``main_param``, nothing
+    is returned.
+    """
+    left = {id(one): one for one in masters}
+    pieces: list[Piece] = []
+    for one in model:
+        noted: Any = one
+        master = getattr(noted, "main_param", None)
+        if master is not None and id(master) in left:
+            start = _start_of(one) if getattr(noted, "main_param_sharded", False) else 0
+            if start is None:
+                return []
+            pieces.append(Piece(one, start, master.numel(), left.pop(id(master)), 0))
+    if not pieces or not left:
+        return pieces
+    noted_for = {id(one.parameter) for one in pieces}
+    others = pieces_of([one for one in model if id(one) not in noted_for], list(left.values()))
+    return [*pieces, *others] if others else []
+
+
+def _start_of(parameter: Tensor) -> int | None:
+    optimizer = stepping_object(lambda one: hasattr(type(one), "_get_model_param_range_map"))
+    return None if optimizer is None else int(optimizer._get_model_param_range_map(parameter)["param"].start)
+
+
+def stepping_object(has_what_is_needed: Callable[[Any], bool]) -> Any:
+    """Return the object of the innermost running method for which the condition holds, or None."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        own = frame.f_locals.get("self")
+        if own is not None and has_what_is_needed(own):
+            return own
+        frame = frame.f_back
+    return None

@@ -16,8 +16,7 @@ from plumbline.check.rank.parameter_sample import ParameterSample
 from plumbline.evidence.trace import dtype_name
 from plumbline.recording.flat_sharding import FlatUnit, flat_units, part_of
 from plumbline.recording.grad_scaler import scale_left
-from plumbline.recording.parameter_names import ParameterNames
-from plumbline.recording.parameters import parameters_of
+from plumbline.recording.parameters import ParameterNames, parameters_of
 from plumbline.recording.sharding import reduction_dtypes, whole
 
 _EMPTY = torch.zeros(0, dtype=torch.float64)

@@ -43,8 +43,7 @@ from plumbline.check.rank.unclipped import UnclippedGradients
 from plumbline.recording.grad_scaler import skips_in_its_kernel
 from plumbline.recording.observer import Observer, Observers
 from plumbline.recording.optimizer_steps import OptimizerSteps
-from plumbline.recording.parameter_names import ParameterNames
-from plumbline.recording.parameters import follow_added_parameters, parameters_of
+from plumbline.recording.parameters import ParameterNames, follow_added_parameters, parameters_of
 from plumbline.recording.pause import paused
 from plumbline.recording.process import rank_and_world
 from plumbline.recording.sharding import local

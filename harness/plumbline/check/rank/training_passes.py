@@ -27,8 +27,7 @@ from plumbline.check.rank.tensor_digest import written
 from plumbline.recording.backward_passes import is_number
 from plumbline.recording.flat_sharding import arrivals
 from plumbline.recording.observer import Observer, Observers
-from plumbline.recording.parameter_names import ParameterNames
-from plumbline.recording.parameters import parameters_of
+from plumbline.recording.parameters import ParameterNames, parameters_of
 from plumbline.recording.sharding import arrival_leaves, is_flat
 from plumbline.replay.checkpointing import nothing_recomputed
 from plumbline.replay.collectives import collectives, follow_messages

@@ -17,8 +17,7 @@ from plumbline.check.rank.parameter_sample import ParameterSample
 from plumbline.recording.backward_passes import PassGradients
 from plumbline.recording.flat_sharding import FlatUnit, part_of
 from plumbline.recording.observer import Observer
-from plumbline.recording.parameter_names import ParameterNames
-from plumbline.recording.parameters import parameters_of
+from plumbline.recording.parameters import ParameterNames, parameters_of
 from plumbline.recording.pause import paused
 from plumbline.recording.sharding import is_shard
 

@@ -20,8 +20,7 @@ from plumbline.evidence.tensor_store import TensorStore, reference
 from plumbline.evidence.trace import Shard, StoredTensor, Tensors
 from plumbline.recording.grad_scaler import scale_left
 from plumbline.recording.master_weights import Piece, likely_pieces, pieces_of
-from plumbline.recording.parameter_names import ParameterNames
-from plumbline.recording.parameters import parameters_of
+from plumbline.recording.parameters import ParameterNames, parameters_of
 
 PLAIN = (Tensor, nn.Parameter)
 """Tensor classes that are known not to be DTensors."""

@@ -22,9 +22,8 @@ from plumbline.replay.applied_functions import follow_functions
 from plumbline.replay.collectives import collectives, group_of, members_of_groups
 from plumbline.replay.draws import Draws
 from plumbline.replay.nested import map_tensors, tensors_in
-from plumbline.replay.own_numbers import normal
 from plumbline.replay.precision import ReplayPrecision, default_dtype
-from plumbline.replay.random_state import RandomState, drawn_from
+from plumbline.replay.random_state import RandomState, drawn_from, normal
 from plumbline.replay.replay_modes import WideMode
 
 STEP = 1e-7

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from plumbline.recording.patching import attempt, wrap
-from plumbline.recording.rehearsal import rehearsal
+from plumbline.recording.pause import rehearsal
 
 CountedPass = Callable[[Sequence[Tensor], "Sequence[Tensor | None]"], AbstractContextManager[None]]
 """Counts what runs inside the block as a backward pass from these roots, with the gradients given there."""

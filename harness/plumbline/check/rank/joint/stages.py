@@ -17,7 +17,7 @@ from plumbline.recording.observer import Facts
 from plumbline.recording.sharding import local
 from plumbline.replay.alias import CallOutputs
 from plumbline.replay.call import Activation, sample
-from plumbline.replay.own_numbers import normal
+from plumbline.replay.random_state import normal
 from plumbline.replay.uses import COPIES
 
 LIMIT = 2.0**7

@@ -29,8 +29,7 @@ from plumbline.recording.backward_passes import BackwardPasses, is_number
 from plumbline.recording.flat_sharding import part_of
 from plumbline.recording.grad_scaler import scale_left
 from plumbline.recording.observer import Facts, Observer
-from plumbline.recording.parameter_names import ParameterNames
-from plumbline.recording.parameters import parameters_of
+from plumbline.recording.parameters import ParameterNames, parameters_of
 from plumbline.recording.patching import attempt
 from plumbline.recording.sharding import requested_divisors
 from plumbline.replay.call import Activation

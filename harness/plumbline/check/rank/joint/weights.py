@@ -14,12 +14,11 @@ from plumbline.check.evidence.training import as_real, segment
 from plumbline.check.rank.memory_needed import is_free
 from plumbline.recording.master_weights import shape_of
 from plumbline.recording.observer import Facts
-from plumbline.recording.sharding import arrival_leaves, distributed, laid_out_as, local, whole
-from plumbline.recording.zero3 import gathered, is_run
+from plumbline.recording.sharding import arrival_leaves, distributed, gathered, is_run, laid_out_as, local, whole
 from plumbline.replay.memory import address_of
-from plumbline.replay.own_numbers import normal
 from plumbline.replay.parameter_copies import ParameterCopies
 from plumbline.replay.precision import ReplayPrecision
+from plumbline.replay.random_state import normal
 from plumbline.replay.unsharding import is_distributed, is_gathered
 
 _KEPT = 5

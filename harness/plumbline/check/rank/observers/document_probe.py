@@ -17,9 +17,9 @@ from plumbline.recording.backward_passes import in_backward
 from plumbline.recording.patching import attempt
 from plumbline.replay.call import TrackedCall
 from plumbline.replay.nested import map_tensors, tensors_in
-from plumbline.replay.own_numbers import normal, normal_like
 from plumbline.replay.parameter_copies import ParameterCopies
 from plumbline.replay.precision import ReplayPrecision
+from plumbline.replay.random_state import normal, normal_like
 from plumbline.replay.replay import forward_watched
 
 

@@ -14,7 +14,7 @@ from plumbline.check.rank.observers.objective import ObjectiveObserver
 from plumbline.check.rank.observers.row_hashes import digest, row_hashes
 from plumbline.recording.observer import Observer
 from plumbline.recording.patching import attempt
-from plumbline.recording.rehearsal import is_rehearsal
+from plumbline.recording.pause import is_rehearsal
 from plumbline.replay.precision import ReplayPrecision
 from plumbline.replay.replay import forward_watched
 

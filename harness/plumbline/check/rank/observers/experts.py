@@ -19,7 +19,7 @@ from plumbline.evidence.projection import scrambled
 from plumbline.recording.backward_passes import in_backward
 from plumbline.recording.module_calls import running_modules
 from plumbline.recording.observer import Observer
-from plumbline.recording.parameter_names import ParameterNames
+from plumbline.recording.parameters import ParameterNames
 from plumbline.recording.patching import attempt, undone_by, wrap
 from plumbline.replay.applied_functions import follow_functions
 from plumbline.replay.call import sample

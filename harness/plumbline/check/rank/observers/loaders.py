@@ -22,7 +22,7 @@ from plumbline.recording.module_calls import running_modules
 from plumbline.recording.observer import Observer
 from plumbline.recording.parameters import parameters_of
 from plumbline.recording.patching import attempt, wrap
-from plumbline.recording.rehearsal import is_rehearsal
+from plumbline.recording.pause import is_rehearsal
 from plumbline.replay.memory import address_of
 
 HEAD = 64

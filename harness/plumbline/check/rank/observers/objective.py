@@ -26,10 +26,9 @@ from plumbline.check.rank.observers.row_hashes import digest, row_hashes
 from plumbline.check.rank.observers.unused_losses import held_losses
 from plumbline.recording.backward_passes import is_number
 from plumbline.recording.observer import Observer
-from plumbline.recording.parameter_names import ParameterNames
+from plumbline.recording.parameters import ParameterNames
 from plumbline.recording.patching import attempt, wrap
-from plumbline.recording.pause import is_paused
-from plumbline.recording.rehearsal import is_rehearsal
+from plumbline.recording.pause import is_paused, is_rehearsal
 
 _LONGEST_CHAIN = 64
 

@@ -13,8 +13,7 @@ from torch.optim.optimizer import Optimizer
 
 from plumbline.check.evidence.training import Facts
 from plumbline.recording.observer import Observer
-from plumbline.recording.parameter_names import ParameterNames
-from plumbline.recording.parameters import parameters_of
+from plumbline.recording.parameters import ParameterNames, parameters_of
 from plumbline.recording.patching import attempt, wrap
 from plumbline.recording.sharding import local
 

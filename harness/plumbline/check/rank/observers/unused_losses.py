@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from plumbline.check.evidence.training import Facts
 from plumbline.recording.observer import Observer
-from plumbline.recording.parameter_names import ParameterNames
+from plumbline.recording.parameters import ParameterNames
 from plumbline.recording.patching import attempt
 from plumbline.replay.alias import CallOutputs
 

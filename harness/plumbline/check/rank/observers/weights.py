@@ -17,7 +17,7 @@ from plumbline.check.rank.tensor_digest import digest_and_projection, readable_v
 from plumbline.recording.module_calls import running_modules
 from plumbline.recording.observer import Observer
 from plumbline.recording.parameters import parameters_of
-from plumbline.recording.rehearsal import is_rehearsal
+from plumbline.recording.pause import is_rehearsal
 from plumbline.recording.sharding import is_replicated
 
 
