@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from base_trainer import BaseTrainer, ManualAverage
 from expect import any_check, failing, known_bad
-from loop import alone, average, ddp, loader, own_scaler
+from loop import alone, average, ddp, loader, own_scaler, train_scaled
 
 HALF = ["mlp/ddp/1x2/16", "mlp/none/1x1/16", "lm-tokens/ddp/1x3/16"]
 OVERFLOW = ["overflow/ddp/1x2/16", "overflow/ddp/1x3/16"]
@@ -244,14 +244,7 @@ def another_scale_on_each_rank(job):
     model = ddp(job)
     optimizer = job.optimizer(model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (10 + job.rank))
-    for epoch in range(job.epochs):
-        for batch in loader(job, epoch):
-            with job.autocast():
-                loss = job.loss(model(batch), batch)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
+    train_scaled(job, model, optimizer, scaler)
 
 
 @known_bad(

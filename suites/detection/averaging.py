@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from base_trainer import ManualAverage
 from expect import any_check, failing, known_bad
-from loop import alone, average, ddp, loader, sharded
+from loop import alone, average, ddp, loader, sharded, train
 
 ANYWHERE = [
     "mlp/ddp/1x2/32", "cnn-batchnorm/ddp/1x3/64", "linear-exact/ddp/1x4/32", "lm-tokens/ddp/2x2/bf16",
@@ -146,12 +146,7 @@ def shared_parameter_memory(job):
     # All begin together, write one after another, and go on when all have: a race would make this suite flicker.
     optimizer.register_step_pre_hook(lambda *_: [dist.barrier() for _ in range(job.rank + 1)] and None)
     optimizer.register_step_post_hook(lambda *_: [dist.barrier() for _ in range(job.world_size - job.rank)] and None)
-    for epoch in range(job.epochs):
-        for batch in loader(job, epoch):
-            job.loss(model(batch), batch).backward()
-            average(job, model)
-            optimizer.step()
-            optimizer.zero_grad()
+    train(job, model, optimizer, after_backward=average)
 
 
 @known_bad("averaging", causes=["applied-once-a-rank"], on=["mlp/ddp/1x2/32", "mlp/ddp/1x3/32"])
@@ -193,11 +188,7 @@ def shards_summed_not_averaged(job):
     model.set_gradient_divide_factor(1.0)
     model.set_force_sum_reduction_for_comms(True)  # gloo knows no other way not to divide
     optimizer = job.optimizer(model.parameters())
-    for epoch in range(job.epochs):
-        for batch in loader(job, epoch):
-            job.loss(model(batch), batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    train(job, model, optimizer)
 
 
 @known_bad("averaging", causes=["averaged-twice"], on=["mlp/fsdp/1x2/32", "mlp/fsdp/1x3/64"])

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from base_trainer import BaseTrainer, DeviceReplicas
 from expect import any_check, failing, known_bad, known_good
-from loop import alone, average, ddp, loader, replicas
+from loop import alone, average, ddp, loader, replicas, train
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -129,11 +129,7 @@ def sync_batchnorm_with_a_local_backward(job):
                 x, layer.weight, layer.bias, layer.eps
             )
     optimizer = job.optimizer(model.parameters())
-    for epoch in range(job.epochs):
-        for batch in loader(job, epoch):
-            job.loss(model(batch), batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    train(job, model, optimizer)
 
 
 @known_bad("batch-coupling", causes=["statistics-shared-forward-only"], on=BATCHNORM)
@@ -144,11 +140,7 @@ def sync_batchnorm_without_gradient(job):
         if isinstance(layer, nn.BatchNorm2d):
             layer.forward = lambda x, layer=layer: normalise_by_all_ranks(x, layer)
     optimizer = job.optimizer(model.parameters())
-    for epoch in range(job.epochs):
-        for batch in loader(job, epoch):
-            job.loss(model(batch), batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    train(job, model, optimizer)
 
 
 def normalise_by_all_ranks(x, layer):
@@ -170,11 +162,7 @@ def left_in_evaluation_mode(job):
     """BatchNorm takes its running statistics in the place of the batch's."""
     model = (ddp(job) if job.world_size > 1 else job.model()).eval()
     optimizer = job.optimizer(model.parameters())
-    for epoch in range(job.epochs):
-        for batch in loader(job, epoch):
-            job.loss(model(batch), batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    train(job, model, optimizer)
 
 
 @known_bad("batch-coupling", "buffers", causes=["in-evaluation-mode"], on=BATCHNORM)

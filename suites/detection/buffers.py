@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 from expect import any_check, failing, known_bad
-from loop import alone, average, ddp, loader, sharded
+from loop import alone, average, ddp, loader, sharded, train
 from otherwise import floating, with_own_buffers
 
 CELLS = ["cnn-batchnorm/ddp/1x2/32", "cnn-batchnorm/ddp/1x3/64"]
@@ -15,11 +15,7 @@ def never_broadcast(job):
     """Every rank keeps running statistics of its own samples, for ever."""
     model = ddp(job, broadcast_buffers=False)
     optimizer = job.optimizer(model.parameters())
-    for epoch in range(job.epochs):
-        for batch in loader(job, epoch):
-            job.loss(model(batch), batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    train(job, model, optimizer)
 
 
 @known_bad(
@@ -29,12 +25,7 @@ def averaged_by_hand_without_buffers(job):
     """A trainer that averages gradients by hand and never thinks of buffers."""
     model = alone(job)
     optimizer = job.optimizer(model.parameters())
-    for epoch in range(job.epochs):
-        for batch in loader(job, epoch):
-            job.loss(model(batch), batch).backward()
-            average(job, model)
-            optimizer.step()
-            optimizer.zero_grad()
+    train(job, model, optimizer, after_backward=average)
 
 
 @known_bad("buffers", causes=["buffers-updated-otherwise"], on=[*CELLS, "cnn-batchnorm/none/1x1/32"])
@@ -88,11 +79,7 @@ def left_alone_by_fully_shard(job):
     """As with ``never_broadcast``: fully_shard shares out weights, and nothing else."""
     model = sharded(job)
     optimizer = job.optimizer(model.parameters())
-    for epoch in range(job.epochs):
-        for batch in loader(job, epoch):
-            job.loss(model(batch), batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    train(job, model, optimizer)
 
 
 @known_bad("buffers", causes=["buffers-broadcast"], on=CELLS, buffers="per-rank")

@@ -56,6 +56,28 @@ def average(job, model):
         parameter.grad /= job.world_size
 
 
+def train(job, model, optimizer, *, after_backward=lambda job, model: None):
+    """Step once for each batch of all epochs."""
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            after_backward(job, model)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def train_scaled(job, model, optimizer, scaler):
+    """Step once for each batch of all epochs, in autocast and with a loss scale."""
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            with job.autocast():
+                loss = job.loss(model(batch), batch)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+
 def own_scaler(job, *, first=2.0**16, factor=0.5, skip=None):
     """Train with a loss scale of one's own, which is multiplied by ``factor`` at a step that is skipped.
 

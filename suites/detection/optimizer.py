@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from base_trainer import BaseTrainer, ManualAverage
 from expect import any_check, failing, known_bad
-from loop import alone, average, ddp, loader, mesh_of, windows
+from loop import alone, average, ddp, loader, mesh_of, train, windows
 from torch.distributed.fsdp import fully_shard
 
 from plumbline import Part
@@ -76,11 +76,7 @@ def schedule_never_stepped(job):
     model = wrapped(job)
     optimizer = job.optimizer(model.parameters())
     job.scheduler(optimizer)
-    for epoch in range(job.epochs):
-        for batch in loader(job, epoch):
-            job.loss(model(batch), batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    train(job, model, optimizer)
 
 
 @known_bad("optimizer", causes=["no-schedule"], on=SCHEDULE)
@@ -88,11 +84,7 @@ def no_schedule_at_all(job):
     """The schedule is not even made: the rate is the optimizer's own."""
     model = wrapped(job)
     optimizer = job.optimizer(model.parameters())
-    for epoch in range(job.epochs):
-        for batch in loader(job, epoch):
-            job.loss(model(batch), batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    train(job, model, optimizer)
 
 
 @known_bad("optimizer", causes=["schedule-stepped-first"], on=SCHEDULE)
@@ -131,11 +123,7 @@ def rate_times_world(job):
     optimizer = job.optimizer(model.parameters())
     for group in optimizer.param_groups:
         group["lr"] *= job.world_size
-    for epoch in range(job.epochs):
-        for batch in loader(job, epoch):
-            job.loss(model(batch), batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    train(job, model, optimizer)
 
 
 @known_bad("optimizer", causes=["rates-differ"], on=["mlp/ddp/1x2/32", "mlp/ddp/1x3/64"])
@@ -145,11 +133,7 @@ def another_rate_on_one_rank(job):
     optimizer = job.optimizer(model.parameters())
     if job.rank == 1:
         optimizer.param_groups[0]["lr"] /= 2
-    for epoch in range(job.epochs):
-        for batch in loader(job, epoch):
-            job.loss(model(batch), batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    train(job, model, optimizer)
 
 
 @known_bad(
@@ -161,11 +145,7 @@ def parameter_missing(job):
     """One parameter is not among those that the optimizer was given: it never moves."""
     model = wrapped(job)
     optimizer = job.optimizer(list(model.parameters())[:-1])
-    for epoch in range(job.epochs):
-        for batch in loader(job, epoch):
-            job.loss(model(batch), batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    train(job, model, optimizer)
 
 
 @known_bad("optimizer", causes=["parameter-not-in-optimizer"], on=PLAIN)
@@ -173,11 +153,7 @@ def only_matrices_are_optimised(job):
     """Biases were sorted out, to be given no decay, and are in no group at all."""
     model = wrapped(job)
     optimizer = job.optimizer([parameter for parameter in model.parameters() if parameter.dim() > 1])
-    for epoch in range(job.epochs):
-        for batch in loader(job, epoch):
-            job.loss(model(batch), batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    train(job, model, optimizer)
 
 
 @known_bad("optimizer", causes=["parameter-not-in-optimizer"], on=PLAIN)
@@ -186,11 +162,7 @@ def optimizes_a_copy(job):
     model = wrapped(job)
     copied = copy.deepcopy(model.module if job.world_size > 1 else model)
     optimizer = job.optimizer(copied.parameters())
-    for epoch in range(job.epochs):
-        for batch in loader(job, epoch):
-            job.loss(model(batch), batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    train(job, model, optimizer)
 
 
 @known_bad("optimizer", causes=["never-stepped"], on=PLAIN)
@@ -253,11 +225,7 @@ def another_optimizer(job):
     model = wrapped(job)
     rate = job.optimizer(model.parameters()).param_groups[0]["lr"]
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-    for epoch in range(job.epochs):
-        for batch in loader(job, epoch):
-            job.loss(model(batch), batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    train(job, model, optimizer)
 
 
 @known_bad("optimizer", causes=["another-optimizer"], on=[*FLOAT32, "adam/ddp/1x2/64"])
@@ -267,11 +235,7 @@ def weight_decay_nobody_asked_for(job):
     optimizer = job.optimizer(model.parameters())
     for group in optimizer.param_groups:
         group["weight_decay"] = 0.01
-    for epoch in range(job.epochs):
-        for batch in loader(job, epoch):
-            job.loss(model(batch), batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    train(job, model, optimizer)
 
 
 @known_bad(
@@ -315,11 +279,7 @@ def frozen_layers_thawed(job):
         torch.distributed.init_process_group(job.comm)
         model = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = job.optimizer(model.parameters())
-    for epoch in range(job.epochs):
-        for batch in loader(job, epoch):
-            job.loss(model(batch), batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    train(job, model, optimizer)
 
 
 @known_bad(
@@ -486,11 +446,7 @@ def made_before_the_weights_were_sharded(job):
     model = job.model()
     optimizer = job.optimizer(model.parameters())
     fully_shard(model, mesh=mesh_of(job))
-    for epoch in range(job.epochs):
-        for batch in loader(job, epoch):
-            job.loss(model(batch), batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    train(job, model, optimizer)
 
 
 @known_bad("optimizer", causes=["rate-scaled"], on=failing("learning-rate", "mlp/ddp/1x2"))

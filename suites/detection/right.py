@@ -8,7 +8,7 @@ import reporting
 import torch
 import torch.distributed as dist
 from expect import known_good
-from loop import alone, average, ddp, loader, mesh_of, own_scaler, replicas, sharded, windows, zero
+from loop import alone, average, ddp, loader, mesh_of, own_scaler, replicas, sharded, train, train_scaled, windows, zero
 from otherwise import by_iterations, in_epochs, seeded, with_own_buffers
 from resumable import Run
 from torch import nn
@@ -27,14 +27,7 @@ BUFFERED = ["cnn-batchnorm/ddp/1x2/32", "cnn-batchnorm/ddp/1x3/64"]
 def fit(job, model):
     """Train as one should."""
     optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
-    for epoch in range(job.epochs):
-        for batch in loader(job, epoch):
-            with job.autocast():
-                loss = job.loss(model(batch), batch)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
+    train_scaled(job, model, optimizer, scaler)
 
 
 @known_good(on=PLAIN)
@@ -147,14 +140,7 @@ def first_steps_skipped(job):
     """A loss scale that is too large at first: the scaler skips steps and halves it."""
     model = ddp(job) if job.world_size > 1 else job.model()
     optimizer, scaler = job.optimizer(model.parameters()), torch.amp.GradScaler("cpu", init_scale=2.0**19)
-    for epoch in range(job.epochs):
-        for batch in loader(job, epoch):
-            with job.autocast():
-                loss = job.loss(model(batch), batch)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
+    train_scaled(job, model, optimizer, scaler)
 
 
 @known_good(on=["overflow/ddp/1x2/16", "overflow/ddp/1x3/16", "overflow/none/1x1/16"])
@@ -523,11 +509,7 @@ def activations_computed_once_more(job):
         dist.init_process_group(job.comm)
         model = nn.parallel.DistributedDataParallel(inner)
     optimizer = job.optimizer(model.parameters())
-    for epoch in range(job.epochs):
-        for batch in loader(job, epoch):
-            job.loss(model(batch), batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    train(job, model, optimizer)
 
 
 REPORTED = ["metrics/none/1x1/32", "metrics/ddp/1x2/32", "metrics/ddp/1x3/16"]
@@ -655,14 +637,7 @@ def weights_are_views_of_what_is_broadcast(job):
     """ZeroRedundancyOptimizer keeps weights in buckets, which it broadcasts after the step."""
     model = ddp(job)
     optimizer, scaler = zero(job, model, parameters_as_bucket_view=True), job.grad_scaler()
-    for epoch in range(job.epochs):
-        for batch in loader(job, epoch):
-            with job.autocast():
-                loss = job.loss(model(batch), batch)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
+    train_scaled(job, model, optimizer, scaler)
 
 
 @known_good(on=[*ITERATIONS, *ITERATED_WINDOWS, "random-masks/ddp/1x3/32", "mlp/none/1x1/16"], data="iterations")

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from expect import known_good
 from expert_trainer import ExpertParallel
-from loop import ddp, loader, sharded
+from loop import ddp, loader, sharded, train
 from mesh_trainer import Reduced
 from resumable_shards import ResumableExperts, ResumableLayers, ResumableShards
 from sequence_trainer import SequenceParallel
@@ -207,8 +207,4 @@ def matrices_multiplied_whole(job):
     """Muon where each rank has whole matrices."""
     model = ddp(job)
     optimizer = job.optimizer(model.parameters())
-    for epoch in range(job.epochs):
-        for batch in loader(job, epoch):
-            job.loss(model(batch), batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    train(job, model, optimizer)

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from base_trainer import BaseTrainer, ManualAverage
 from expect import any_check, failing, known_bad
-from loop import alone, average, ddp, loader, mesh_of, sharded, zero
+from loop import alone, average, ddp, loader, mesh_of, sharded, train, zero
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -68,12 +68,7 @@ def only_matrices_are_broadcast(job):
         if parameter.dim() == 1 and job.rank > 0:
             torch.nn.init.normal_(parameter)
     optimizer = job.optimizer(model.parameters())
-    for epoch in range(job.epochs):
-        for batch in loader(job, epoch):
-            job.loss(model(batch), batch).backward()
-            average(job, model)
-            optimizer.step()
-            optimizer.zero_grad()
+    train(job, model, optimizer, after_backward=average)
 
 
 @known_bad(
@@ -92,12 +87,7 @@ def biases_not_broadcast(job):
         if job.rank > 0 and name.endswith("bias"):
             torch.nn.init.normal_(parameter)
     optimizer = job.optimizer(model.parameters())
-    for epoch in range(job.epochs):
-        for batch in loader(job, epoch):
-            job.loss(model(batch), batch).backward()
-            average(job, model)
-            optimizer.step()
-            optimizer.zero_grad()
+    train(job, model, optimizer, after_backward=average)
 
 
 @known_bad("sync", causes=["not-broadcast"], on=["mlp/ddp/1x2/32", "mlp/ddp/1x4/64", "cnn-batchnorm/ddp/1x3/32"])
@@ -107,12 +97,7 @@ def every_rank_its_own_weights(job):
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     optimizer = job.optimizer(model.parameters())
-    for epoch in range(job.epochs):
-        for batch in loader(job, epoch):
-            job.loss(model(batch), batch).backward()
-            average(job, model)
-            optimizer.step()
-            optimizer.zero_grad()
+    train(job, model, optimizer, after_backward=average)
 
 
 @known_bad(
@@ -261,11 +246,7 @@ def sharded_on_each_node_alone(job):
     """The mesh is the node's: its ranks share out a model of their own."""
     model = fully_shard(job.model(), mesh=mesh_of(job)["gpu"])
     optimizer = job.optimizer(model.parameters())
-    for epoch in range(job.epochs):
-        for batch in loader(job, epoch):
-            job.loss(model(batch), batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    train(job, model, optimizer)
 
 
 @known_bad("sync", "optimizer", causes=["parameter-not-in-optimizer"], on=["mlp/fsdp/1x2/32", "mlp/fsdp/1x3/64"])
@@ -274,11 +255,7 @@ def shards_never_synchronised(job):
     model = sharded(job)
     model.set_requires_gradient_sync(False)
     optimizer = job.optimizer(model.parameters())
-    for epoch in range(job.epochs):
-        for batch in loader(job, epoch):
-            job.loss(model(batch), batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    train(job, model, optimizer)
 
 
 @known_bad("sync", causes=["not-synchronised"], on=["mlp/zero/1x2/32", "mlp/zero/1x3/64", "linear-exact/zero/1x4/32"])
@@ -286,11 +263,7 @@ def gradients_of_one_rank_for_each_share(job):
     """Each rank steps its share of the weights with its own gradient, and sends them to all others."""
     model = alone(job)
     optimizer = zero(job, model)
-    for epoch in range(job.epochs):
-        for batch in loader(job, epoch):
-            job.loss(model(batch), batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    train(job, model, optimizer)
 
 
 class _Silent(ZeroRedundancyOptimizer):
@@ -303,11 +276,7 @@ def shares_of_the_update_never_broadcast(job):
     """Each rank steps its share of the weights, and tells nobody."""
     model = ddp(job)
     optimizer = zero(job, model, _Silent)
-    for epoch in range(job.epochs):
-        for batch in loader(job, epoch):
-            job.loss(model(batch), batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    train(job, model, optimizer)
 
 
 @known_bad("sync", causes=["some-parameters-not-synchronised"], on={"embedding-sparse/ddp/1x3/16": "gradients"})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from expect import any_check, known_bad
-from loop import alone, average, ddp, loader
+from loop import alone, average, ddp, loader, train, train_scaled
 
 CELLS = ["unused-parameters/ddp/1x2/32", "unused-parameters/ddp/1x4/64"]
 
@@ -22,14 +22,7 @@ def bucket_left_unreduced_in_the_last_step(job):
     """DDP is not told to look for unused parameters: a bucket waits for one that never comes."""
     model = ddp(job)
     optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
-    for epoch in range(job.epochs):
-        for batch in loader(job, epoch):
-            with job.autocast():
-                loss = job.loss(model(batch), batch)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
+    train_scaled(job, model, optimizer, scaler)
 
 
 @known_bad("unused-params", causes=["reduction-never-finished"], on=CELLS)
@@ -37,11 +30,7 @@ def ddp_not_told_of_unused_parameters(job):
     """The same where it is not the last step: DDP raises at the next forward."""
     model = ddp(job)
     optimizer = job.optimizer(model.parameters())
-    for epoch in range(job.epochs):
-        for batch in loader(job, epoch):
-            job.loss(model(batch), batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    train(job, model, optimizer)
 
 
 @known_bad(
@@ -197,11 +186,7 @@ def ddp_not_told_of_a_layer_that_thaws(job):
     """A bucket waits for the frozen layer: DDP raises at the next forward."""
     model = ddp(job)
     optimizer = job.optimizer(model.parameters())
-    for epoch in range(job.epochs):
-        for batch in loader(job, epoch):
-            job.loss(model(batch), batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    train(job, model, optimizer)
 
 
 @known_bad("unused-params", "sync", causes=["graph-not-static"], on=THAWED)
@@ -209,8 +194,4 @@ def ddp_told_that_the_graph_is_static(job):
     """DDP learns from the first step what is used; the layer that thaws is used from the second epoch on."""
     model = ddp(job, static_graph=True)
     optimizer = job.optimizer(model.parameters())
-    for epoch in range(job.epochs):
-        for batch in loader(job, epoch):
-            job.loss(model(batch), batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    train(job, model, optimizer)
