@@ -56,7 +56,6 @@ def index_of(device: torch.device) -> int:
 
 
 def seed_all(name: str, seed: int) -> None:
-    """Seed the generators of all devices of this type."""
     module = module_of(name)
     seeds = getattr(module, "manual_seed_all", None) or getattr(module, "manual_seed", None)
     if name != "cpu" and seeds is not None:
@@ -64,7 +63,6 @@ def seed_all(name: str, seed: int) -> None:
 
 
 def random_state(device: torch.device) -> Tensor | None:
-    """Return the state of the device's generator."""
     state: Tensor | None = _call(device, "get_rng_state")
     return state
 
@@ -178,7 +176,6 @@ def why_no_fork() -> str | None:
 
 
 def is_initialised(name: str) -> bool:
-    """Return whether this process has initialised devices of this type."""
     return driver_started() if name == "cuda" else is_started(name)
 
 

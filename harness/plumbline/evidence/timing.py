@@ -49,7 +49,6 @@ class Round:
 
     @property
     def steps(self) -> int:
-        """The number of optimizer steps."""
         return len(self.ended)
 
     @property

@@ -34,7 +34,6 @@ Block = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def block_index(block: Block) -> tuple[slice, ...]:
-    """Return the index of a block in its tensor."""
     return tuple(slice(begin, begin + size) for begin, size in zip(*block, strict=True))
 
 

@@ -93,7 +93,6 @@ class CountedCase(Evidence):
     """Evidence of counts, ids, places and bits: a hypothesis yields the match itself."""
 
     def match(self, hypothesis: Hypothesis[Any, Match]) -> Match | None:
-        """Return the first match that the hypothesis yields."""
         return next(iter(hypothesis.predict(self)), None)
 
 
@@ -148,7 +147,6 @@ def explain(finding: Finding, evidence: Evidence) -> Finding:
 def most_specific(
     hypotheses: Iterable[Hypothesis[Any, Any]], evidence: Evidence
 ) -> tuple[Hypothesis[Any, Any], Match] | None:
-    """Return the most specific hypothesis that fits the evidence, with its match; None if none does."""
     best: tuple[Hypothesis[Any, Any], Match] | None = None
     for hypothesis in sorted(hypotheses, key=lambda one: -one.specificity):
         if best is not None and hypothesis.specificity <= OCCASIONAL:

@@ -27,7 +27,6 @@ class Interruption:
 
     @cached_property
     def steps_done(self) -> int:
-        """How many steps were done when training was interrupted."""
         return len(self.saved.steps)
 
     @cached_property

@@ -81,7 +81,6 @@ class GlobalStep:
 
     @property
     def skipped(self) -> bool:
-        """Whether any rank's GradScaler skipped the step."""
         return any(step.skipped for step in self.ranks)
 
     @property

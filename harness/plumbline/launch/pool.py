@@ -218,7 +218,6 @@ class Pool:
             raise self._lost("has ended") from error
 
     def _next(self, deadline: float) -> dict[str, Any] | None:
-        """Return the next event, or None at the deadline."""
         while not self._queue:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._events, selectors.EVENT_READ)

@@ -27,7 +27,6 @@ def forward_of(model: nn.Module, batch: Batch) -> Any:
 
 
 def loss_of(workload: Workload, outputs: Any, batch: Batch) -> Tensor:
-    """Return the loss."""
     with calling("loss(outputs, batch)"):
         loss: Any = workload.loss(outputs, batch)
     if not isinstance(loss, Tensor) or loss.dim():

@@ -69,7 +69,6 @@ class MeshChoice:
         return (cell.backend, cell.topology.mesh) == (self.backend, self.sizes)
 
     def topology(self, num_nodes: int = 1) -> Topology:
-        """Return the topology of these devices on ``num_nodes`` nodes."""
         devices = math.prod(self.sizes)
         if devices % num_nodes:
             raise PlanError(f"--mesh {self.text}: {devices} devices do not divide evenly among {num_nodes} nodes")

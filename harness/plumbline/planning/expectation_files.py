@@ -191,7 +191,6 @@ class Expectation:
 
 
 def read_expectations(folder: Path) -> dict[str, tuple[Expectation, ...]]:
-    """Return the expectations in ``folder``, by subject."""
     return {file.stem: tuple(_read(file)) for file in sorted(folder.glob("*.toml"))}
 
 

@@ -244,7 +244,6 @@ class Planned:
 
     @property
     def is_smoke(self) -> bool:
-        """Whether the cell has the marker ``smoke``."""
         own = self.cell.parallelism
         return (
             self.refusal is None

@@ -188,7 +188,6 @@ class RunOnDisk:
         self._undeclared = {result.coordinates: result for result in results}
 
     def new_folder(self) -> Path:
-        """Return an empty folder for the trace of a launch."""
         if self._own is None:
             # Ranks on other machines must write their traces where this process can read them.
             on_other_machines = self._options.launcher.nodes is not None

@@ -108,7 +108,6 @@ class FlatUnit:
 
     @property
     def shapes(self) -> list[torch.Size]:
-        """The shapes of the original parameters."""
         return list(self._flat._shapes)
 
     def views(self, flat: Tensor) -> list[Tensor]:
@@ -228,7 +227,6 @@ class FlatPart:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the whole parameter."""
         flat: Any = self.unit.flat
         return torch.Size(flat._unpadded_unsharded_size if self.number is None else flat._shapes[self.number])
 
@@ -240,7 +238,6 @@ _PARTS: Any = WeakTensorKeyDictionary()  # parameter: its module and handle, wea
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
-    """Return whether a module is a FullyShardedDataParallel."""
     return any((one.__module__, one.__name__) == _MODULE for one in type(module).__mro__)
 
 

@@ -33,7 +33,6 @@ class Patches:
         self._functions: list[tuple[Any, Any]] = []
 
     def open(self) -> None:
-        """Start collecting."""
         _OPEN.append(self)
 
     def close(self) -> None:

@@ -41,5 +41,4 @@ def rehearsal() -> AbstractContextManager[None]:
 
 
 def is_rehearsal() -> bool:
-    """Return whether what runs now is a ``rehearsal``."""
     return _REHEARSALS[0] > 0

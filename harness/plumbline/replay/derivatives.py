@@ -83,7 +83,6 @@ class Received:
 
 
 def _memory_of(tensor: Tensor) -> Any:
-    """Return the storage of a tensor, None if it has none of its own."""
     return tensor.untyped_storage() if address_of(tensor) else None
 
 

@@ -104,7 +104,6 @@ def leading(args: tuple[Any, ...]) -> Tensor | None:
 
 
 def dtype_of_draw(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype:
-    """Return the dtype in which an operator in ``DRAWING`` draws."""
     first = leading(args)
     asked: torch.dtype | None = kwargs.get("dtype")
     return asked or (torch.get_default_dtype() if first is None else first.dtype)

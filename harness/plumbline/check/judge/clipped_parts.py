@@ -316,7 +316,6 @@ def last_pass(one: ObserverFacts) -> int | None:
 
 
 def is_effective(call: Facts, facts: Facts) -> bool:
-    """Return whether a call made gradients shorter."""
     return bool(call["factor"] < 1 - facts["roundings"])
 
 

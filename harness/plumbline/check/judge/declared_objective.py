@@ -74,7 +74,6 @@ class ObjectiveCase(CountedCase):
 
     @cached_property
     def terms(self) -> float:
-        """The number of terms of all micro-batches."""
         return sum(one.terms for one in self.passes)
 
     @cached_property
@@ -104,7 +103,6 @@ class ObjectiveCase(CountedCase):
         )
 
     def factor(self, expected: Callable[[PassWeights, float], float]) -> float:
-        """Return the ratio of the total weight to the expected one."""
         total = sum(expected(one, one.terms) for one in self.passes if one.terms)
         return sum(one.weight for one in self.passes) / total if total else math.nan
 

@@ -143,7 +143,6 @@ def with_other_passes(case: ReceivedGradient) -> ReceivedGradient:
 
 
 def received_gradients(training: RecordedTraining) -> list[ReceivedGradient]:
-    """Return every rank's gradient of each step, as the optimizer received it."""
     return [case for case, _ in _received_gradients(training)]
 
 

@@ -55,7 +55,6 @@ class ScaledStep:
 
     @property
     def is_at_the_limit(self) -> bool:
-        """Whether the norm of the gradients is the trainer's limit."""
         return self.limit is not None and any(are_one([norm, self.limit]) for norm in self.norms)
 
 

@@ -105,7 +105,6 @@ def amount(number: float) -> str:
 
 
 def passes_of(rank: RecordedRank) -> list[BackwardPass]:
-    """Return the backward passes of a rank, in their order."""
     found = {one.number: one for step in rank.steps for one in (*step.other_passes, *step.passes)}
     return [found[number] for number in sorted(found)]
 

@@ -114,7 +114,6 @@ class NearReplay:
 
     @property
     def decays(self) -> bool:
-        """Whether weight decay is a part of the update."""
         return "decay-lost" in self.others
 
     @property

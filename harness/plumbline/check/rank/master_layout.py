@@ -127,7 +127,6 @@ class MasterLayout:
         return torch.cat(parts) if any(id(one.own.master) in whole for one in self.held if one.own) else None
 
     def vector(self, one: ArrivedGradients) -> BackwardPass:
-        """Return a pass as vectors for the pieces."""
         parameters = list({id(piece.parameter): piece for piece in self.held}.values())
         lengths = {id(p.parameter): sum(o._kept for o in self.held if o.parameter is p.parameter) for p in parameters}
         return joined(one, lengths)

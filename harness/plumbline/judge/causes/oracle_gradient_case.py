@@ -63,12 +63,10 @@ class OracleGradientCase(GradientCase):
 
     @property
     def step(self) -> Step:
-        """The record of the step of the case's own rank."""
         return self.ranks[self.rank]
 
     @property
     def expected(self) -> ExpectedGradients:
-        """The right gradients of this step."""
         return self.analysis.expected[self.index]
 
     @property
@@ -87,7 +85,6 @@ class OracleGradientCase(GradientCase):
 
     @property
     def clip_norm(self) -> float | None:
-        """The norm to which the workload clips; None if it does not clip."""
         return self.analysis.workload.clip_norm
 
     @property
@@ -177,7 +174,6 @@ class OracleGradientCase(GradientCase):
 
     @property
     def micro_batches(self) -> int:
-        """How many micro-batches this step had."""
         return len(self.expected.parts)
 
     @property

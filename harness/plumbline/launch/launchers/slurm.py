@@ -87,7 +87,6 @@ class SlurmPool(RemotePool):
 
 
 def nodes_of_job(variables: Mapping[str, str] = os.environ) -> int:
-    """Return the number of nodes of this process's SLURM job."""
     count = variables.get("SLURM_JOB_NUM_NODES") or variables.get("SLURM_NNODES", "")
     if "SLURM_JOB_ID" not in variables or not count.isdecimal():
         here = shlex.join(suite_command("--launcher", "slurm"))
@@ -101,7 +100,6 @@ def nodes_of_job(variables: Mapping[str, str] = os.environ) -> int:
 
 
 def addresses_of_nodes() -> list[str]:
-    """Return the addresses or host names of the job's nodes."""
     nodes = os.environ.get("SLURM_JOB_NODELIST") or os.environ.get("SLURM_NODELIST", "")
     query = ["scontrol", "--oneliner", "show", "nodes", nodes]
     try:

@@ -90,7 +90,6 @@ class StageMemory:
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Measure the forward and backward of a batch."""
         self.measuring = len(self._stepped) < len(self.optimizers)
         if counts_peak(self.device):
             yield

@@ -214,7 +214,6 @@ def note_gradient(tensor: Tensor, gradients: list[Tensor | None], place: int) ->
 
 
 def split(batch: Any, micro_batches: int) -> Sequence[Any]:
-    """Split the batch into micro-batches of equal size."""
     samples = batch_length(batch)
     if samples % micro_batches or not samples:
         raise MisconfigurationError(indivisible(samples, micro_batches))

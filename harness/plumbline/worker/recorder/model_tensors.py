@@ -53,7 +53,6 @@ def is_still(tensor: Tensor | Shard, recorded: Any) -> bool:
 
 
 def is_zero(recorded: Any) -> bool:
-    """Return whether all entries of a recorded tensor are zero on this rank."""
     if isinstance(recorded, StoredTensor):
         return recorded == reference(torch.zeros(recorded.shape, dtype=getattr(torch, recorded.dtype)))
     values = recorded.values if isinstance(recorded, Shard) else recorded
@@ -171,7 +170,6 @@ class DeclaredParts:
         )
 
     def hold(self, tensor: Tensor) -> bool:
-        """Return whether this tensor contains declared parts."""
         return id(tensor) in self._tensors
 
     def gradients_in(self, tensors: Iterable[Tensor], scale: float) -> Iterator[tuple[str, Shard]]:

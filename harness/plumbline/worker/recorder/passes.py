@@ -42,7 +42,6 @@ class Passes:
         return closed + sum(forward.trains for forward in self._open)
 
     def add(self, forward: Forward) -> None:
-        """Add a forward before it is computed."""
         self._open.append(forward)
 
     def last_on(self, device: int) -> Forward | None:

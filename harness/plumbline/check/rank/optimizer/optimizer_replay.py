@@ -73,7 +73,6 @@ class ReplayedStep:
 
 
 def is_of_torch(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer's class is one of torch.optim's own."""
     return f"{type(optimizer).__module__}.".startswith("torch.optim.")
 
 
@@ -119,7 +118,6 @@ def _of_the_base_class() -> frozenset[str]:
 
 
 def is_entry_by_entry(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer updates each entry by itself."""
     return is_of_torch(optimizer) and type(optimizer).__name__ in ENTRY_BY_ENTRY
 
 

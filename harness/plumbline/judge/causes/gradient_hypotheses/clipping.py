@@ -151,7 +151,6 @@ class HeldNorms:
         return length(self.common) ** 2
 
     def norm_on(self, rank: int) -> float:
-        """Return the norm of all parts that a rank has."""
         return math.sqrt(self.squared(rank) + self.common_squared)
 
     def clipped_by(self, size: float) -> Tensors:
