@@ -155,9 +155,20 @@ def test_updates_that_round_to_nothing_are_told(notes):
     assert "of the 676 bfloat16 weights that have a gradient change at all; the other updates are lost" in said
 
 
-def test_weight_decay_that_rounds_to_nothing_is_told(notes):
-    (said,) = notes(in_bfloat16, 1e-2, torch.optim.AdamW)
-    assert "Weight decay changes none of 676 bfloat16 weights" in said
+def muon(parameters, rate):
+    return torch.optim.Muon([one for one in parameters if one.dim() == 2], rate)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "weights"),
+    [
+        (torch.optim.AdamW, 676),
+        pytest.param(muon, 640, marks=pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="an older torch")),
+    ],
+)
+def test_weight_decay_that_rounds_to_nothing_is_told(notes, optimizer, weights):
+    (said,) = notes(in_bfloat16, 1e-2, optimizer)
+    assert f"Weight decay changes none of {weights} bfloat16 weights" in said
 
 
 class WithCopies(torch.optim.AdamW):

@@ -230,9 +230,9 @@ def _decays(optimizer: Optimizer) -> tuple[int, int]:
     after the update.
     """
     decays = decayed = 0
-    kind = type(stepping(optimizer)).__name__
-    for group in groups_of(optimizer) if is_of_torch(stepping(optimizer)) else ():
-        is_decoupled = kind in _DECOUPLED or group.get("decoupled_weight_decay")
+    own = stepping(optimizer)
+    for group in groups_of(optimizer) if is_of_torch(own) else ():
+        is_decoupled = isinstance(own, _DECOUPLED) or group.get("decoupled_weight_decay")
         if not is_decoupled or group.get("fused") or not (decay := group["lr"] * group.get("weight_decay", 0)):
             continue
         factor = 1 - decay
