@@ -37,6 +37,17 @@ def loss_of(model, *, synchronised=True):
     return cross_entropy((model if synchronised else model.module)(inputs), targets)
 
 
+def train_steps(model, optimizer=None, *, loss=loss_of, change=lambda model: None):
+    """Step with samples of the rank's own, and change the gradients before each step."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1)
+    torch.manual_seed(dist.get_rank())
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss(model).backward()
+        change(model)
+        optimizer.step()
+
+
 def two_optimizers_after_one_pass(synchronised=True):
     model = DistributedDataParallel(small())
     matrices = torch.optim.SGD([one for one in model.parameters() if one.dim() == 2], 0.1)
@@ -83,24 +94,19 @@ def complex_weights(synchronised=True):
     torch.manual_seed(0)
     model = DistributedDataParallel(Spectral())
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
-    torch.manual_seed(dist.get_rank())
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model, synchronised=synchronised).backward()
-        optimizer.step()
+    train_steps(model, optimizer, loss=partial(loss_of, synchronised=synchronised))
 
 
 def a_layer_frozen_by_removing_its_gradients(synchronised=True):
     """As DINO does with its last layer in the first epoch."""
     model = DistributedDataParallel(small())
-    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-    torch.manual_seed(dist.get_rank())
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model, synchronised=synchronised).backward()
+
+    def remove(model):
         for parameter in model.module[2].parameters():
             parameter.grad = None
-        optimizer.step()
+
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    train_steps(model, optimizer, loss=partial(loss_of, synchronised=synchronised), change=remove)
 
 
 class RaisesOnce(torch.optim.SGD):
@@ -281,14 +287,7 @@ def test_ranks_that_do_not_train_one_model_are_not_accused(plumbline):
 
 
 def gradients_set_to_zero():
-    model = DistributedDataParallel(small())
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    torch.manual_seed(dist.get_rank())
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model).backward()
-        model.module[2].weight.grad.zero_()
-        optimizer.step()
+    train_steps(DistributedDataParallel(small()), change=lambda model: model.module[2].weight.grad.zero_())
 
 
 def gradients_from_elsewhere():
@@ -326,23 +325,11 @@ def test_what_ended_recording_is_said(plumbline, monkeypatch):
 
 
 def each_rank_alone():
-    model = small()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    torch.manual_seed(dist.get_rank())
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model).backward()
-        optimizer.step()
+    train_steps(small())
 
 
 def around_its_wrapper():
-    model = DistributedDataParallel(small())
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    torch.manual_seed(dist.get_rank())
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model, synchronised=False).backward()
-        optimizer.step()
+    train_steps(DistributedDataParallel(small()), loss=partial(loss_of, synchronised=False))
 
 
 @pytest.mark.parametrize(
@@ -364,11 +351,7 @@ def test_frozen_parameters_are_not_counted_as_trainable(plumbline):
     def train():
         model = small()
         model[0].requires_grad_(False)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for _ in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model).backward()
-            optimizer.step()
+        train_steps(model)
 
     checked = plumbline.check(train, ranks=1, steps=STEPS)
     checked.assert_right()
@@ -452,18 +435,7 @@ def noisy(model):
 
 def trained_after(change, *, wrap=lambda model: model):
     """Return a training whose ranks have samples of their own, and that changes gradients before each step."""
-
-    def train():
-        model = wrap(small())
-        torch.manual_seed(dist.get_rank())
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for _ in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model).backward()
-            change(model)
-            optimizer.step()
-
-    return train
+    return lambda: train_steps(wrap(small()), change=change)
 
 
 @pytest.mark.parametrize("edit", [lost, noisy])
@@ -560,12 +532,7 @@ def test_a_hook_of_the_scripts_own_may_round_to_16_bits(plumbline, divisor):
     def train():
         model = DistributedDataParallel(small())
         model.register_comm_hook(None, rounded_on_the_way(divisor))
-        torch.manual_seed(dist.get_rank())
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for _ in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model).backward()
-            optimizer.step()
+        train_steps(model)
 
     checked = plumbline.check(train, ranks=2, steps=STEPS)
     if divisor == 2:
@@ -579,6 +546,11 @@ def averaged(model):
     for one in model.parameters():
         dist.all_reduce(one.grad)
         one.grad /= dist.get_world_size()
+
+
+def summed(model):
+    for one in model.parameters():
+        dist.all_reduce(one.grad)
 
 
 def reduced_to_the_first_rank(model):
@@ -668,16 +640,16 @@ def test_a_factor_fits_also_the_steps_in_which_a_mask_leaves_a_rank_no_term(plum
 )
 def test_a_factor_fits_a_sum_that_is_written_by_hand_but_no_mean(plumbline, loss, answer):
     def train():
-        model = DistributedDataParallel(small())
-        torch.manual_seed(dist.get_rank())
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
         mask = torch.tensor([1.0, 1, 1, 0]) if dist.get_rank() else torch.tensor([1.0, 0, 0, 0])
-        for _ in range(STEPS):
-            optimizer.zero_grad()
-            loss(-model(batch()[0]).log_softmax(1)[:, 0], mask).backward()
+
+        def halve(model):
             for one in model.parameters():
                 one.grad /= 2  # the ranks; also the number of all tokens, divided by that of the ranks
-            optimizer.step()
+
+        def masked(model):
+            return loss(-model(batch()[0]).log_softmax(1)[:, 0], mask)
+
+        train_steps(DistributedDataParallel(small()), loss=masked, change=halve)
 
     checked = plumbline.check(train, ranks=2, steps=STEPS)
     assert answer_of(checked.trainings[0]) is answer
@@ -921,6 +893,14 @@ def test_numbers_that_change_no_samples_are_not_noted(plumbline, drawn):
     assert not [one for one in checked.findings if "draws the same random numbers" in one.message]
 
 
+def on_a_batch(loss):
+    def of(model):
+        inputs, labels = batch()
+        return loss(model(inputs), labels)
+
+    return of
+
+
 def _mean_by_hand(logits, labels):
     return -logits.log_softmax(1).gather(1, labels[:, None]).mean()
 
@@ -1012,19 +992,7 @@ def _half_the_mean_of_own_tokens(logits, labels):
     ],
 )
 def test_sums_over_ranks_of_means_that_are_written_by_hand_are_wrong(plumbline, loss, answer):
-    def train():
-        model = small()
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        torch.manual_seed(dist.get_rank())
-        for _ in range(STEPS):
-            inputs, labels = batch()
-            optimizer.zero_grad()
-            loss(model(inputs), labels).backward()
-            for one in model.parameters():
-                dist.all_reduce(one.grad)
-            optimizer.step()
-
-    checked = plumbline.check(train, ranks=2, steps=STEPS)
+    checked = plumbline.check(lambda: train_steps(small(), loss=on_a_batch(loss), change=summed), ranks=2, steps=STEPS)
     assert answer_of(checked.trainings[0]) is answer
     assert [one.cause for one in checked.findings if one.outcome.is_bad] == ["summed-over-ranks"] * (
         answer is Answer.WRONG
@@ -1043,14 +1011,7 @@ def test_sums_over_ranks_of_means_that_are_written_by_hand_are_wrong(plumbline, 
 )
 def test_weights_of_tokens_in_a_loss_that_is_written_by_hand_are_told(plumbline, loss, told):
     def train():
-        model = DistributedDataParallel(small())
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        torch.manual_seed(dist.get_rank())
-        for _ in range(STEPS):
-            inputs, labels = batch()
-            optimizer.zero_grad()
-            loss(model(inputs), labels).backward()
-            optimizer.step()
+        train_steps(DistributedDataParallel(small()), loss=on_a_batch(loss))
 
     checked = plumbline.check(train, ranks=2, steps=STEPS)
     checked.assert_right(require_full=True)
@@ -1064,33 +1025,14 @@ def test_sums_over_ranks_of_what_hooks_divide_are_not_judged(plumbline, hooked):
         every = [*model.parameters()]
         for one in every if hooked == "all" else every[:1]:
             one.register_hook(lambda gradient: gradient / dist.get_world_size())
-        optimizer = torch.optim.SGD(every, 0.1)
-        torch.manual_seed(dist.get_rank())
-        for _ in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model).backward()
-            for one in every:
-                dist.all_reduce(one.grad)
-            optimizer.step()
+        train_steps(model, change=summed)
 
     checked = plumbline.check(train, ranks=2, steps=STEPS)
     assert answer_of(checked.trainings[0]) is (Answer.NOT_JUDGED if hooked == "all" else Answer.WRONG)
 
 
 def test_ranks_that_differ_get_no_reason_that_contradicts_what_is_wrong_with_their_gradients(plumbline):
-    def train():
-        model = small()
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        torch.manual_seed(dist.get_rank())
-        for _ in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model).backward()
-            for one in model[0].parameters():
-                dist.all_reduce(one.grad)
-                one.grad /= dist.get_world_size()
-            optimizer.step()
-
-    checked = plumbline.check(train, ranks=2, steps=STEPS)
+    checked = plumbline.check(trained_after(lambda model: averaged(model[0])), ranks=2, steps=STEPS)
     assert [one.cause for one in checked.findings if one.outcome.is_bad] == ["some-parameters-not-synchronised"]
     assert [one.message for one in checked.findings if one.check == "ranks-agree"] == [
         f"ranks hold different weights after {STEPS} of {STEPS} steps"
@@ -1108,14 +1050,8 @@ def test_parameters_for_which_the_wrapper_waits_are_named(plumbline, finds):
             return self.used(inputs)
 
     def train():
-        model = DistributedDataParallel(Unused(), find_unused_parameters=finds)
-        torch.manual_seed(dist.get_rank())
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
         with contextlib.suppress(RuntimeError):  # the wrapper refuses the second forward
-            for _ in range(STEPS):
-                optimizer.zero_grad()
-                loss_of(model).backward()
-                optimizer.step()
+            train_steps(DistributedDataParallel(Unused(), find_unused_parameters=finds))
 
     checked = plumbline.check(train, ranks=2, steps=STEPS)
     hints = [one.hint for one in checked.findings if one.cause == "not-synchronised" and one.check == "gradients"]
@@ -1275,12 +1211,7 @@ def test_hooks_that_run_before_gradients_are_averaged_are_told(plumbline, hooked
         model = DistributedDataParallel(small())
         for one in list(model.parameters())[: 2 if hooked else 0]:
             one.register_hook(lambda gradient: gradient.clamp(-0.001, 0.001))
-        torch.manual_seed(dist.get_rank())
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for _ in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model).backward()
-            optimizer.step()
+        train_steps(model)
 
     checked = plumbline.check(train, ranks=2, steps=STEPS)
     checked.assert_right()
@@ -1295,12 +1226,7 @@ def test_gradients_of_local_sgd_are_right_before_and_after_ranks_step_alone(plum
         group = dist.new_subgroups(1)[0]  # each rank by itself, as if it were a node
         model.register_comm_hook(PostLocalSGDState(None, group, first_local_step), post_localSGD_hook)
         averager = PeriodicModelAverager(100, first_local_step)
-        optimizer = PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), 0.1), averager)
-        torch.manual_seed(dist.get_rank())
-        for _ in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model).backward()
-            optimizer.step()
+        train_steps(model, PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), 0.1), averager))
 
     checked = plumbline.check(train, ranks=2, steps=STEPS)
     checked.assert_right()
@@ -1351,14 +1277,7 @@ def test_parameters_that_are_clipped_one_by_one_are_right_as_shards(plumbline):
         model = small()
         for layer in (model[0], model[2], model):
             fully_shard(layer)
-        torch.manual_seed(dist.get_rank())
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for _ in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model).backward()
-            for one in model.parameters():
-                nn.utils.clip_grad_norm_([one], 0.01)
-            optimizer.step()
+        train_steps(model, change=lambda model: [nn.utils.clip_grad_norm_([one], 0.01) for one in model.parameters()])
 
     plumbline.check(train, ranks=2, steps=STEPS).assert_right(require_full=True)
 
@@ -1367,12 +1286,7 @@ def test_settings_that_differ_between_ranks_with_shards_are_found(plumbline):
     def train():
         model = small()
         fully_shard(model)
-        torch.manual_seed(dist.get_rank())
-        optimizer = torch.optim.AdamW(model.parameters(), 0.1, weight_decay=0.1 * dist.get_rank())
-        for _ in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model).backward()
-            optimizer.step()
+        train_steps(model, torch.optim.AdamW(model.parameters(), 0.1, weight_decay=0.1 * dist.get_rank()))
 
     with pytest.raises(AssertionError, match="wrong: learning-rate: settings differ between ranks"):
         plumbline.check(train, ranks=2, steps=STEPS).assert_right()
