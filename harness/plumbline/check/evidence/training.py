@@ -82,8 +82,18 @@ class Parameter:
         return min(self.entries, SEGMENT) if self.sampled else 0
 
 
+class HasFacts:
+    """Evidence with facts by the names of the observers that noted them."""
+
+    facts: Facts
+
+    def noted(self, observer: str) -> Facts:
+        """Return what an observer noted, {} if it noted nothing."""
+        return self.facts.get(observer) or {}
+
+
 @dataclass(frozen=True)
-class BackwardPass:
+class BackwardPass(HasFacts):
     """One backward pass on one rank, as far as it concerns the parameters of one optimizer.
 
     ``number`` counts the backward passes of the process. ``local`` is the vector of the gradients that arrived at the
@@ -104,7 +114,7 @@ class BackwardPass:
 
 
 @dataclass(frozen=True)
-class RecordedStep:
+class RecordedStep(HasFacts):
     """One call of an optimizer's ``step`` on one rank.
 
     ``optimizer`` numbers the optimizers of the process, ``number`` the steps of this optimizer, from 0. ``received`` is
@@ -241,7 +251,7 @@ class ScriptStep(StepRecord):
 
 
 @dataclass(frozen=True)
-class RecordedRank:
+class RecordedRank(HasFacts):
     """One process of the training. ``world_size`` is that of torch.distributed, 1 without a process group.
 
     ``facts`` has what observers noted about the whole process. ``error`` says why recording ended early, "" if it did
@@ -275,6 +285,11 @@ class RecordedTraining(TrainingRecord):
     def at(self, place: int) -> StepOfRanks[RecordedStep]:
         """Return, by rank, the step with index ``place`` of each rank that has one."""
         return StepOfRanks({rank.rank: rank.steps[place] for rank in self.ranks if place < len(rank.steps)})
+
+    @property
+    def steps(self) -> Iterator[RecordedStep]:
+        """Every step of every rank."""
+        return (step for rank in self.ranks for step in rank.steps)
 
     @property
     def common_steps(self) -> Iterator[StepOfRanks[RecordedStep]]:

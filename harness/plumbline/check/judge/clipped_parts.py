@@ -148,7 +148,7 @@ def multiplied_copies(training: RecordedTraining) -> Finding | None:
     if not forward_communicates(training) or weights_are_made_equal(training):
         return None  # each rank may train its own model
     for steps in training.common_steps:
-        noted = [step.facts.get(OBSERVER) or {} for step in steps.values()]
+        noted = [step.noted(OBSERVER) for step in steps.values()]
         relative = max(one.get("roundings", 0.0) for one in noted)
         copies = [one for one in weights_at(steps) if not one.differ("before")]
         factors = _factors_of_copies(copies, relative) if any(one.get("by_hand") for one in noted) else None
@@ -223,7 +223,7 @@ def _are_by_one_norm(calls: Sequence[Facts]) -> bool:
 
 def _norms_of_shards(training: RecordedTraining, calls: Mapping[int, Sequence[Facts]]) -> tuple[float, float] | None:
     """Return the norm of all shards as lower and upper bound; None if their layout on the ranks is unknown."""
-    layout = [rank.facts.get(LAYOUT) or {} for rank in training.ranks]
+    layout = [rank.noted(LAYOUT) for rank in training.ranks]
     kinds = {kind for one in layout for module in one.get("modules", ()) for kind in module["layouts"]}
     shapes = {tuple(mesh["shape"]) for one in layout for mesh in one.get("meshes", ())}
     has_groups = any(one.get("groups") for one in layout)

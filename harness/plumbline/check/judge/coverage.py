@@ -112,11 +112,10 @@ def coverage_of(training: RecordedTraining, findings: Iterable[Finding] = ()) ->
 
     ``findings``: the findings about it. If the check of gradients has no verdict, no gradient counts as judged.
     """
-    pieces = {step.optimizer for rank in training.ranks for step in rank.steps if step.is_in_pieces}
+    pieces = {step.optimizer for step in training.steps if step.is_in_pieces}
     entries = {
         (step.optimizer, one.name): one.entries
-        for rank in training.ranks
-        for step in rank.steps
+        for step in training.steps
         for one in step.parameters
         if one.trained and (step.is_in_pieces or step.optimizer not in pieces)
     }
@@ -149,7 +148,7 @@ def coverage_of(training: RecordedTraining, findings: Iterable[Finding] = ()) ->
         _share(entries, _updates_left_out(training, entries) | never),
         _share(entries, replays | never),
         is_joint,
-        any(REPEATS in one.facts for rank in training.ranks for step in rank.steps for one in step.passes),
+        any(REPEATS in one.facts for step in training.steps for one in step.passes),
     )
 
 
@@ -183,7 +182,7 @@ def _share(entries: Mapping[Key, int], why: Mapping[Key, str]) -> Share:
 
 def _without_steps(training: RecordedTraining, kind: str) -> Iterator[tuple[Key, int]]:
     for rank in training.ranks:
-        for optimizer, parameters in (rank.facts.get(kind) or {}).items():
+        for optimizer, parameters in rank.noted(kind).items():
             for name, size in parameters.items():
                 yield (int(optimizer), name), size
 
@@ -208,7 +207,7 @@ def _gradients_left_out(training: RecordedTraining, evidence: JudgedGradients) -
             known |= {(case.step.optimizer, one.name): reason for one in case.parameters}
     shared = {(case.step.optimizer, one.name) for case in evidence.cases for one in case.parameters}
     for rank in training.ranks:
-        reasons = rank.facts.get("uncovered") or {}
+        reasons = rank.noted("uncovered")
         for step in rank.steps:
             for index, parameter in enumerate(step.parameters):
                 key = (step.optimizer, parameter.name)
@@ -253,7 +252,7 @@ def _replays_left_out(training: RecordedTraining) -> dict[Key, str]:
     every: set[Key] = set()
     for rank in training.ranks:
         for step in rank.steps:
-            for name, reason, reached in _replayed(step, rank.facts.get("uncovered") or {}):
+            for name, reason, reached in _replayed(step, rank.noted("uncovered")):
                 key = (step.optimizer, name)
                 every.add(key)
                 if reached:

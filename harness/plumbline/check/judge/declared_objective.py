@@ -362,7 +362,7 @@ def _cases(declared: str, steps: Sequence[RecordedStep]) -> Sequence[ObjectiveCa
 
 def _main_term(one: BackwardPass) -> tuple[str, Sequence[Facts], bool]:
     """Return the name of the judged loss term, the possible readings of its weights, and whether it is alone."""
-    noted = one.facts.get("objective", {})
+    noted = one.noted("objective")
     terms, calls = noted.get("terms"), noted.get("calls", ())
     alone = bool(noted.get("alone")) or (terms is not None and len(terms) == 1)
     chunks = calls_of_one_loss(noted)
@@ -406,7 +406,7 @@ def _contributions(steps: Sequence[RecordedStep], passes: Sequence[BackwardPass]
     if not bool(received.any()) or not bool(received.isfinite().all()):
         raise _UnknownError("the gradient is zero or not finite")
     local = torch.stack([one.local.nan_to_num() / one.scale for one in passes])
-    if steps[0].facts.get("masters", {}).get("limit"):
+    if steps[0].noted("masters").get("limit"):
         raise _UnknownError("the optimizer clips its own copies of the gradients")
     mean = local.sum(0)
     common = float(received @ mean / (mean @ mean)) if bool(mean.any()) else 0.0

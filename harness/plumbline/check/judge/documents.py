@@ -41,7 +41,7 @@ _LABELS = {
 def judge_documents(training: RecordedTraining) -> Iterator[Finding]:
     """Yield whether documents and padding are kept apart, where a batch declares them."""
     yield from failed_observers(training, CHECK, CHECK)
-    facts = [(rank.rank, own) for rank in training.ranks if (own := rank.facts.get(CHECK) or {})]
+    facts = [(rank.rank, own) for rank in training.ranks if (own := rank.noted(CHECK))]
     for kind in ("documents", "padding"):
         yield from _apart(kind, [(rank, own[kind]) for rank, own in facts if kind in own])
     # Documents that see each other are one text, so the next document's first token is a right label.
@@ -143,7 +143,7 @@ def _is_certain(by: str, facts: Facts) -> bool:
 def _parts(training: RecordedTraining) -> Iterator[Finding]:
     """Yield a note if a mesh divides sequences over ranks, but the position ids of all ranks begin at 0."""
     sizes = _dimensions_of_sequences(training)
-    facts = [rank.facts.get(CHECK) or {} for rank in training.ranks]
+    facts = [rank.noted(CHECK) for rank in training.ranks]
     packed = any(one.get("documents") for one in facts)
     # If all ranks receive the same whole sequence, the model divides it itself.
     tokens = {one["tokens"] for one in facts if one.get("begins") == 0}
@@ -158,7 +158,7 @@ def _parts(training: RecordedTraining) -> Iterator[Finding]:
 
 
 def _dimensions_of_sequences(training: RecordedTraining) -> Mapping[str, int]:
-    dimensions: Mapping[str, int] = training.ranks[0].facts.get(LAYOUT, {}).get("dimensions", {})
+    dimensions: Mapping[str, int] = training.ranks[0].noted(LAYOUT).get("dimensions", {})
     return {name: size for name, size in dimensions.items() if name in _OF_SEQUENCES}
 
 
@@ -174,7 +174,7 @@ def _seams_of_ranks(training: RecordedTraining) -> Iterator[Finding]:
     leaves_out = False
     for rank in training.ranks:
         own: dict[int, dict[tuple[int, int], tuple[int, int]]] = {}
-        for number, begin, following, after, before, single in (rank.facts.get(CHECK) or {}).get("pieces", ()):
+        for number, begin, following, after, before, single in rank.noted(CHECK).get("pieces", ()):
             own.setdefault(number, {})[begin, following] = after, before
             leaves_out = leaves_out or single > 0
         for number, pieces in own.items():

@@ -23,7 +23,7 @@ _WRONG = {
 
 def with_stages(training: RecordedTraining, finding: Finding) -> Finding:
     """Return the finding, or a failure if a stage received other gradients than the next stage computed."""
-    noted = [(step.number, step.facts.get(JOINT) or {}) for step in training.ranks[0].steps]
+    noted = [(step.number, step.noted(JOINT)) for step in training.ranks[0].steps]
     changed = [(number, one) for number, facts in noted for one in facts.get("changed", ())]
     if finding.outcome is not Outcome.PASSED or not changed:
         return finding
@@ -100,7 +100,7 @@ def relations_of_losses(training: RecordedTraining) -> Mapping[str, str]:
 
 def _functions(training: RecordedTraining) -> list[tuple[int, Facts]]:
     steps = training.ranks[0].steps
-    return [(step.number, one) for step in steps for one in (step.facts.get(JOINT) or {}).get("functions", ())]
+    return [(step.number, one) for step in steps for one in step.noted(JOINT).get("functions", ())]
 
 
 def _without_right_backwards(

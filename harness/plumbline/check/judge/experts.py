@@ -31,7 +31,7 @@ _NOISE = 2.0**-26
 def judge_experts(training: RecordedTraining) -> Iterator[Finding]:
     """Yield notes on routers: no gradient, a balancing loss that is weighted unlike the main loss, unrouted tokens."""
     yield from failed_observers(training, CHECK, CHECK)
-    if not any(_noted(one) for rank in training.ranks for one in passes_of(rank)):
+    if not any(one.noted(CHECK) for rank in training.ranks for one in passes_of(rank)):
         return
     yield from _without_gradient(training)
     yield from _only_balanced(training)
@@ -41,16 +41,12 @@ def judge_experts(training: RecordedTraining) -> Iterator[Finding]:
     yield from _disagreeing(training)
 
 
-def _noted(one: BackwardPass) -> Facts:
-    return one.facts.get(CHECK) or {}
-
-
 def _without_gradient(training: RecordedTraining) -> Iterator[Finding]:
     routers: dict[str, dict[str, None]] = {}
     moved: set[str] = set()
     for rank in training.ranks:
         for one in passes_of(rank):
-            for router, facts in _noted(one).get("routers", {}).items():
+            for router, facts in one.noted(CHECK).get("routers", {}).items():
                 routers.setdefault(router, {}).update(dict.fromkeys(facts["parameters"]))
                 moved.update(facts["moved"])
     for router, names in routers.items():
@@ -67,7 +63,7 @@ def _without_gradient(training: RecordedTraining) -> Iterator[Finding]:
 
 def _only_balanced(training: RecordedTraining) -> Iterator[Finding]:
     """Yield what trains routers that the main loss does not reach."""
-    noted = [facts for rank in training.ranks for one in passes_of(rank) if (facts := _noted(one))]
+    noted = [facts for rank in training.ranks for one in passes_of(rank) if (facts := one.noted(CHECK))]
     if not all(facts["balancing"] for facts in noted):
         return
     routers = [each for facts in noted for each in facts["routers"].items()]
@@ -108,7 +104,7 @@ def _is_rounding(step: RecordedStep, one: BackwardPass, place: int) -> bool:
 
 
 def _without_effect(training: RecordedTraining) -> Iterator[Finding]:
-    noted = [facts for rank in training.ranks for one in passes_of(rank) if (facts := _noted(one))]
+    noted = [facts for rank in training.ranks for one in passes_of(rank) if (facts := one.noted(CHECK))]
     dropped = sorted({name for facts in noted for name in facts.get("dropped", ())})
     routers = sorted({name for facts in noted for name in facts["routers"]})
     if dropped:
@@ -151,7 +147,7 @@ def _weighed_otherwise(training: RecordedTraining) -> Iterator[Finding]:
 
 def _kinds(steps: Sequence[RecordedStep]) -> list[Facts]:
     """Return the balancing losses of the first pass in order; nothing if other passes of the step differ."""
-    each = [_noted(one).get("balancing", []) for step in steps for one in step.passes]
+    each = [one.noted(CHECK).get("balancing", []) for step in steps for one in step.passes]
     alike = {tuple((tuple(one["own"]), one["function"], one["times"]) for one in own) for own in each}
     return each[0] if len(alike) == 1 else []
 
@@ -159,7 +155,7 @@ def _kinds(steps: Sequence[RecordedStep]) -> list[Facts]:
 def _times(steps: Sequence[RecordedStep], kind: Facts, count: int) -> float:
     """Return the weight of a balancing loss in a step as a multiple of its coefficient, averaged over ranks."""
     place = _kinds(steps).index(kind)
-    weight = sum(_noted(one)["balancing"][place]["weight"] / one.scale for step in steps for one in step.passes)
+    weight = sum(one.noted(CHECK)["balancing"][place]["weight"] / one.scale for step in steps for one in step.passes)
     own = kind["own"]
     if len(own) > 1 and count > 1 and equals(own[0], 1 / count):
         own = own[1:]  # the first factor divides by the number of micro-batches
@@ -206,7 +202,7 @@ def _total_of_means(steps: Sequence[RecordedStep]) -> float | None:
     total = 0.0
     for step in steps:
         for one in step.passes:
-            main = _noted(one).get("main", [])
+            main = one.noted(CHECK).get("main", [])
             if len(main) != 1 or not main[0][1]:
                 return None
             total += main[0][0] / one.scale
@@ -217,7 +213,7 @@ def _left_out(training: RecordedTraining) -> Iterator[Finding]:
     without: dict[str, dict[int, list[int]]] = {}
     for rank in training.ranks:
         for one in passes_of(rank):
-            for router, facts in _noted(one).get("routers", {}).items():
+            for router, facts in one.noted(CHECK).get("routers", {}).items():
                 if facts["without"] is not None:
                     counts = without.setdefault(router, {}).setdefault(rank.rank, [0, 0])
                     counts[0] += facts["without"]
@@ -242,10 +238,10 @@ def _disagreeing(training: RecordedTraining) -> Iterator[Finding]:
     for passes in zip(*(step.passes for step in steps.values()), strict=False):
         groups: dict[str, list[int]] = {}
         for rank, one in zip(steps, passes, strict=True):
-            orders = [made.get("order") for made in one.facts.get("batches", {}).get("forwards", ())]
+            orders = [made.get("order") for made in one.noted("batches").get("forwards", ())]
             if orders and None not in orders:
                 groups.setdefault(repr(orders), []).append(rank)
-        noted = {rank: _noted(one).get("routers", {}) for rank, one in zip(steps, passes, strict=True)}
+        noted = {rank: one.noted(CHECK).get("routers", {}) for rank, one in zip(steps, passes, strict=True)}
         for ranks in groups.values():
             for router, share in _apart([noted[rank] for rank in ranks], apart):
                 who = name_ranks(ranks, len(training.ranks))

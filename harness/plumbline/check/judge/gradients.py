@@ -82,7 +82,7 @@ _OVER_TOO_FEW = ("not-synchronised", "averaged-over-some-ranks")
 
 
 def _is_held_back(case: ReceivedGradient) -> bool:
-    return any((step.facts.get(LAYOUT) or {}).get("held_back") for step in case.ranks.values())
+    return any(step.noted(LAYOUT).get("held_back") for step in case.ranks.values())
 
 
 register(
@@ -140,8 +140,8 @@ def _on_stages(joint: JointTruth) -> Iterator[Finding]:
 
 def _edited_after_clipping(training: RecordedTraining) -> Finding | None:
     """Return a finding if the script changed gradients after clipping. They are compared as they were before it."""
-    steps = (step for rank in training.ranks for step in rank.steps if step.unclipped is not None)
-    edited = [one.number for one in steps if (one.facts.get("clipping") or {}).get("edited")]
+    steps = (step for step in training.steps if step.unclipped is not None)
+    edited = [one.number for one in steps if one.noted("clipping").get("edited")]
     why = "the script changes gradients after it clips them, possibly on purpose; before clipping they were right"
     return not_judged(CHECK, why, min(edited)) if edited else None
 
@@ -244,7 +244,7 @@ def _of_hooks(training: RecordedTraining) -> Iterator[Finding]:
 
     The mean of clamped gradients is not the clamped mean. The same holds for the gradients of micro-batches.
     """
-    hooked = max((step.facts.get("tensor_hooks", 0) for rank in training.ranks for step in rank.steps), default=0)
+    hooked = max((step.facts.get("tensor_hooks", 0) for step in training.steps), default=0)
     if hooked and training.world_size > 1:
         yield information(
             CHECK,
@@ -325,7 +325,7 @@ def _of_different_batches(training: RecordedTraining, finding: Finding) -> Findi
 
 def _is_tensor_parallel(training: RecordedTraining) -> bool:
     """Return whether DTensors shard the layers of every module over all ranks, and FSDP shards none."""
-    modules = [module for rank in training.ranks for module in (rank.facts.get(LAYOUT) or {}).get("modules", ())]
+    modules = [module for rank in training.ranks for module in rank.noted(LAYOUT).get("modules", ())]
     layouts = [set(module["layouts"]) for module in modules if module["layouts"]]
     in_parts = ["1: Shard" in one and one <= {"1: Replicate", "1: Shard"} for one in layouts]
     return bool(in_parts) and all(in_parts) and not any(module["sharded_as_data"] for module in modules)
@@ -385,7 +385,7 @@ class ReplayTruth(Truth[ReceivedGradient]):
 
 def _stale(training: RecordedTraining) -> Finding | None:
     for rank in training.ranks:
-        uncovered = rank.facts.get("uncovered") or {}
+        uncovered = rank.noted("uncovered")
         names = [name for name, why in uncovered.items() if STALE in why]
         if names:
             return failed_with_hint(
@@ -402,7 +402,7 @@ def _stale(training: RecordedTraining) -> Finding | None:
 
 
 def _advised(finding: Finding, training: RecordedTraining) -> Finding:
-    layouts = [rank.facts.get(LAYOUT) or {} for rank in training.ranks]
+    layouts = [rank.noted(LAYOUT) for rank in training.ranks]
     if finding.cause in _OVER_TOO_FEW and (why := _why_unreduced(training, layouts)):
         return with_hint(finding, why)
     if finding.cause == "not-synchronised" and steps_within_passes(training):
@@ -411,15 +411,15 @@ def _advised(finding: Finding, training: RecordedTraining) -> Finding:
         is_again = finding.cause == "some-micro-batches-not-synchronised" and _have_one_forward(training)
         return with_hint(finding, _ONE_FORWARD) if is_again else finding
     is_sharded = any(module["sharded_as_data"] for one in layouts for module in one.get("modules", ()))
-    has_masters = any(step.is_in_pieces and not step.is_divided for rank in training.ranks for step in rank.steps)
+    has_masters = any(step.is_in_pieces and not step.is_divided for step in training.steps)
     advice = {**_WITHOUT_WRAPPER, **(_SHARDED if is_sharded else {}), **(_WITH_MASTERS if has_masters else {})}
     other = advice.get(str(finding.cause))
     return finding if other is None else with_hint(finding, other)
 
 
 def _have_one_forward(training: RecordedTraining) -> bool:
-    steps = [step for rank in training.ranks for step in rank.steps]
-    forwards = [(one.facts.get("batches") or {}).get("forwards") for step in steps for one in step.passes[1:]]
+    steps = list(training.steps)
+    forwards = [one.noted("batches").get("forwards") for step in steps for one in step.passes[1:]]
     return bool(forwards) and not any(forwards)
 
 
@@ -432,7 +432,7 @@ def _why_unreduced(training: RecordedTraining, layouts: Sequence[Facts]) -> str:
             f"DistributedDataParallel averages over {counted(fewest, 'rank')} of {training.world_size}; pass the "
             "process group of all ranks that train the model"
         )
-    if hooks := (training.ranks[0].facts.get(PRECISION) or {}).get("hooks"):
+    if hooks := training.ranks[0].noted(PRECISION).get("hooks"):
         return (
             f"check that the communication hook {listed(hooks)} averages gradients over the ranks, and that the "
             "DistributedDataParallel object is called outside no_sync()"
@@ -522,5 +522,5 @@ def _why_no_case(training: RecordedTraining) -> str:
 
 
 def _of_optimizers(cases: Iterable[ReceivedGradient]) -> str:
-    names = dict.fromkeys(case.step.facts.get("update", {}).get("class") or "an optimizer" for case in cases)
+    names = dict.fromkeys(case.step.noted("update").get("class") or "an optimizer" for case in cases)
     return f"{listed(names)}: "

@@ -66,8 +66,8 @@ class JointTruth(Truth[JointGradient]):
         self.training = training
         first = training.ranks[0]
         # All ranks have the same facts, because they exchanged them.
-        found = [(step.number, step.facts.get(JOINT)) for step in first.steps]
-        self.compared = [(number, one) for number, one in found if one and "judged" in one]
+        found = [(step.number, step.noted(JOINT)) for step in first.steps]
+        self.compared = [(number, one) for number, one in found if "judged" in one]
         wrong = {number for number, one in self.compared if one["wrong"]}
         scaled = {number: one for number, one in scaled_by_mistake(first.steps).items() if number not in wrong}
         self.multiplied = {number: self._weight(number) for number in scaled}
@@ -80,7 +80,7 @@ class JointTruth(Truth[JointGradient]):
         self.divides_again = any(one.get("divided_again") for _, one in self.compared)
         self.not_compared = sorted({rank for _, one in self.compared for rank in one.get("not_compared", ())})
         self.losses = max((one["losses"] for _, one in self.compared), default=training.world_size)
-        unjudged = ((number, str(one["why"])) for number, one in found if one and one.get("why"))
+        unjudged = ((number, str(one["why"])) for number, one in found if one.get("why"))
         self.first_unjudged, self.obstacle = next(unjudged, (0, ""))
         kinds = ("judged", "layers", "alike", "doubtful", "unsearched")
         self.judged, self.layers, alike, doubtful, unsearched = map(self._members, kinds)
@@ -114,7 +114,7 @@ class JointTruth(Truth[JointGradient]):
 
     def _by_hand(self, rank: RecordedRank, number: int) -> float | None:
         """Return the factor by which a rank's script multiplied its gradients at a step, None if unknown."""
-        changes = [step.facts.get("clipping", {}).get("by_hand") for step in rank.steps if step.number == number]
+        changes = [step.noted("clipping").get("by_hand") for step in rank.steps if step.number == number]
         factors = {1.0 if one is None else one["factor"] for one in changes}
         return factors.pop() if len(factors) == 1 else None
 
@@ -382,14 +382,14 @@ def _passes(found: Facts) -> Iterator[Sequence[float]]:
 
 
 def _is_changed(training: RecordedTraining, index: int | None) -> bool:
-    steps = [step for rank in training.ranks for step in rank.steps if step.number == index]
-    return any(step.facts.get("clipping", {}).get("by_hand") or step.facts.get("gradient_hooks") for step in steps)
+    steps = [step for step in training.steps if step.number == index]
+    return any(step.noted("clipping").get("by_hand") or step.facts.get("gradient_hooks") for step in steps)
 
 
 def _groups(training: RecordedTraining) -> list[Sequence[int]]:
     """Return single ranks, and the groups of neighbours and of every n-th rank that may be process groups."""
     world = training.world_size
-    layouts = [rank.facts.get(LAYOUT, {}) for rank in training.ranks]
+    layouts = [rank.noted(LAYOUT) for rank in training.ranks]
     sizes = {size for one in layouts for size in (*one.get("groups", ()), *dict(one.get("dimensions", {})).values())}
     groups: list[Sequence[int]] = [[rank] for rank in range(world)]
     for size in sorted(one for one in sizes if 1 < one < world and world % one == 0):

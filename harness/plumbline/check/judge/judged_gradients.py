@@ -123,7 +123,7 @@ def _with_last_weights(case: ReceivedGradient) -> ReceivedGradient:
 def _have_same_batches(step: RecordedStep, fewer: RecordedStep) -> bool:
     """Return whether all batches of a step are those of its last passes. Passes after one forward have one batch."""
     every, last = (
-        {own[0].get("order") for one in each.passes if (own := one.facts.get("batches", {}).get("forwards"))}
+        {own[0].get("order") for one in each.passes if (own := one.noted("batches").get("forwards"))}
         for each in (step, fewer)
     )
     return every <= last and None not in last
@@ -152,7 +152,7 @@ def _received_gradients(training: RecordedTraining) -> list[_Received]:
     The format to which a communication hook rounds gradients is known from the hook's name, or else from the gradients:
     it is the finest one in which they are right up to a factor.
     """
-    hooks = [name for rank in training.ranks for name in rank.facts.get("precision", {}).get("hooks", ())]
+    hooks = [name for rank in training.ranks for name in rank.noted("precision").get("hooks", ())]
     formats = _formats(hooks)
     found = (list(_received_through(training, one)) for one in formats)
     first = next(found)
@@ -211,14 +211,14 @@ def _of_what_it_holds(rank: int, steps: Mapping[int, RecordedStep]) -> Mapping[i
 
 def _windows(training: RecordedTraining) -> Mapping[int, int]:
     windows: dict[int, int] = {}
-    for step in (step for rank in training.ranks for step in rank.steps):
+    for step in training.steps:
         windows[step.optimizer] = max(windows.get(step.optimizer, 1), len(step.passes))
     return windows
 
 
 def requested_divisor(training: RecordedTraining) -> float | None:
     """Return the number by which the script makes FSDP2 divide gradient sums over ranks, None if FSDP2 chooses it."""
-    modules = [one for rank in training.ranks for one in rank.facts.get("parallelism", {}).get("modules", ())]
+    modules = [one for rank in training.ranks for one in rank.noted("parallelism").get("modules", ())]
     divisors = {divisor for module in modules for divisor in module.get("divisors", ())}
     return divisors.pop() * training.world_size if len(divisors) == 1 else None
 
@@ -278,7 +278,7 @@ def _why_nothing_arrived(case: ReceivedGradient) -> str:
 
 def _is_reduced_in_step(steps: StepOfRanks[RecordedStep]) -> bool:
     """Return whether ranks step with different gradients, but communicate and end up with the same weights."""
-    if not all(step.facts.get("parallelism", {}).get("collectives") for step in steps.values()):
+    if not all(step.noted("parallelism").get("collectives") for step in steps.values()):
         return False
     weights = list(weights_at(steps))
     return any(one.differ("gradients") for one in weights) and not any(
@@ -293,8 +293,7 @@ def without_other_models(training: RecordedTraining) -> RecordedTraining:
     """
     needed = {
         (step.optimizer, step.number, index)
-        for rank in training.ranks
-        for step in rank.steps
+        for step in training.steps
         for index, one in enumerate(step.passes)
         if step.optimizer not in one.facts.get("not_for", ())
     }

@@ -63,7 +63,7 @@ def _counts_optimizer_steps(training: RecordedTraining) -> bool:
     noted_steps = [one for one in noted(training, OBSERVER) if one.step.passes]
     length = max((length for one in noted_steps for length in one.facts.get("lengths", ())), default=0)
     window = max((len(one.step.passes) for one in noted_steps), default=0)
-    loaders = [one for rank in training.ranks for one in (rank.facts.get("loaders") or {}).get("loaders", ())]
+    loaders = [one for rank in training.ranks for one in rank.noted("loaders").get("loaders", ())]
     batches = max((one["length"] for one in loaders if one.get("length")), default=0)
     steps = {batches // window, math.ceil(batches / window)} if window else set()
     return length % max(batches, 1) > 0 and any(steps_each > 1 and length % steps_each == 0 for steps_each in steps)

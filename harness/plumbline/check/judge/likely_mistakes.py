@@ -15,7 +15,7 @@ from plumbline.report.text import listed
 def judge_lost_ties(training: RecordedTraining) -> Iterator[Finding]:
     """Yield a note for each lost tie. The first rank's ties are those of all ranks."""
     yield from failed_observers(training, "ties", "update")
-    facts = training.ranks[0].facts.get("ties") or {}
+    facts = training.ranks[0].noted("ties")
     lost = [tuple(pair) for pair in facts.get("lost", ())]
     for first, second in dict.fromkeys(lost):
         yield headline_note(
@@ -36,7 +36,7 @@ def judge_lost_ties(training: RecordedTraining) -> Iterator[Finding]:
 def judge_unused_losses(training: RecordedTraining) -> Iterator[Finding]:
     """Yield a note on the losses that no recorded backward pass of any rank uses."""
     yield from failed_observers(training, "unused-losses", "objective")
-    facts = [rank.facts.get("unused-losses") or {} for rank in training.ranks]
+    facts = [rank.noted("unused-losses") for rank in training.ranks]
     used = {name for one in facts for name in one.get("used", ())}
     unused = sorted({name for one in facts for name in one.get("unused", ())} - used)
     if unused:
@@ -52,8 +52,8 @@ def judge_unused_losses(training: RecordedTraining) -> Iterator[Finding]:
 def judge_gathered_outputs(training: RecordedTraining) -> Iterator[Finding]:
     """Yield a note on forwards and losses that use other ranks' outputs as constants."""
     yield from failed_observers(training, "gathered-outputs", "objective")
-    is_received = any((step.facts.get(JOINT) or {}).get("leaves_out") for step in training.ranks[0].steps)
-    if is_received or any((rank.facts.get("gathered-outputs") or {}).get("used") for rank in training.ranks):
+    is_received = any(step.noted(JOINT).get("leaves_out") for step in training.ranks[0].steps)
+    if is_received or any(rank.noted("gathered-outputs").get("used") for rank in training.ranks):
         gathers = (
             "a collective, such as torch.distributed.all_gather," if is_received else "torch.distributed.all_gather"
         )
@@ -108,7 +108,7 @@ def _are_lost(one: ObserverFacts) -> bool:
 
     Only torch's own optimizers are judged: others may keep what is rounded away, or the weights, in float32.
     """
-    update = one.step.facts.get("update", {})
+    update = one.step.noted("update")
     if not update.get("of_torch") or not one.facts["due"] or 2 * one.facts["moved"] >= one.facts["due"]:
         return False
     rows = [row for row in update["parameters"] if _is_small(one, int(row[0]))]
@@ -118,7 +118,7 @@ def _are_lost(one: ObserverFacts) -> bool:
 
 def _warms_up(steps: list[ObserverFacts]) -> bool:
     """Return whether the learning rate grows, so that the larger updates are still to come."""
-    rates = [one.step.facts.get("learning-rate", {}).get("rates", []) for one in steps]
+    rates = [one.step.noted("learning-rate").get("rates", []) for one in steps]
     return any(later > before for one, other in pairwise(rates) for before, later in zip(one, other, strict=False))
 
 

@@ -60,7 +60,7 @@ class ScaledStep:
 
 def factor_in(step: RecordedStep) -> float | None:
     """Return the common factor of a step's gradients that the joint forward shows, None if it shows none."""
-    scaled = (step.facts.get(JOINT) or {}).get("scaled")
+    scaled = step.noted(JOINT).get("scaled")
     return None if scaled is None else float(scaled["factor"])
 
 
@@ -105,7 +105,7 @@ def _scaled_steps(steps: Sequence[RecordedStep]) -> Mapping[int, ScaledStep]:
     found = {}
     for step in steps:
         if (factor := factor_in(step)) is not None:
-            limit = (step.facts.get(MASTERS) or {}).get("limit")
+            limit = step.noted(MASTERS).get("limit")
             joint = step.facts[JOINT]
             found[step.number] = ScaledStep(
                 factor, joint["norms"], limit, joint["parameters"], joint["scaled"]["within"]

@@ -74,7 +74,7 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
             "does, so it is not known which passes should count",
             step,
         )
-    hooks = (training.ranks[0].facts.get(PRECISION) or {}).get("hooks")
+    hooks = training.ranks[0].noted(PRECISION).get("hooks")
     if hooks and is_unexplained(finding):
         why = f"the communication hook {listed(hooks)} changes gradients; remove it for the check"
         return not_judged(check, why, step)
@@ -125,7 +125,7 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
     if is_unexplained(finding):
         return not_judged(check, multiplied([one.total for one in objectives]), step)
     if objectives and all(one.has_means and abs(one.of_losses - 1) <= NEAR for one in objectives):
-        factor = ((wrong[0].step.facts.get("clipping") or {}).get("by_hand") or {}).get("factor")
+        factor = (wrong[0].step.noted("clipping").get("by_hand") or {}).get("factor")
         if factor is None:  # a reduction by hand multiplies each rank's gradient by a different number
             return finding
         return with_hint(
@@ -326,7 +326,7 @@ def clipped_by_hand(wrong: Sequence[ReceivedGradient]) -> bool:
 def _scale_at_clipping_by_hand(wrong: Sequence[ReceivedGradient]) -> float | None:
     """Return the loss scale that gradients contained when the script clipped them itself, None if there was none."""
     for case in wrong:
-        factor = ((case.step.facts.get("clipping") or {}).get("while_scaled") or {}).get("factor")
+        factor = (case.step.noted("clipping").get("while_scaled") or {}).get("factor")
         scale = case.step.passes[-1].scale if case.step.passes else 1.0
         if factor is not None and factor < 1 and is_limit_unscaled(case.step.norm * scale, scale):
             return scale
@@ -336,7 +336,7 @@ def _scale_at_clipping_by_hand(wrong: Sequence[ReceivedGradient]) -> float | Non
 def _is_changed(case: ReceivedGradient) -> bool:
     if any(one.held_in is not None for one in case.parameters):
         return False  # code that copies gradients is always the script's own
-    return bool(case.step.facts.get("clipping", {}).get("by_hand") or case.step.facts.get("gradient_hooks"))
+    return bool(case.step.noted("clipping").get("by_hand") or case.step.facts.get("gradient_hooks"))
 
 
 def _is_hooked_everywhere(case: ReceivedGradient) -> bool:

@@ -94,7 +94,7 @@ def not_judged(check: str, why: str, step: int | None = None) -> Finding:
 
 def failed_observers(training: RecordedTraining, observer: str, check: str) -> Iterator[Finding]:
     for rank in training.ranks:
-        if error := (rank.facts.get(observer) or {}).get("error"):
+        if error := rank.noted(observer).get("error"):
             yield not_judged(check, f"recording failed on rank {rank.rank}: {error}")
             return
 
@@ -117,7 +117,7 @@ def steps_within_passes(training: RecordedTraining) -> bool:
 
 def forwards_of(rank: RecordedRank, observer: str) -> list[Facts]:
     """Return what an observer noted about the forwards of a rank, in their order."""
-    return [made for one in passes_of(rank) for made in one.facts.get(observer, {}).get("forwards", ())]
+    return [made for one in passes_of(rank) for made in one.noted(observer).get("forwards", ())]
 
 
 def aligned_forwards(training: RecordedTraining, observer: str) -> Iterator[tuple[int, Sequence[Facts]]]:

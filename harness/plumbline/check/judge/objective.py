@@ -54,9 +54,9 @@ def judge_objective(training: RecordedTraining) -> Iterator[Finding]:
     if training.objective:
         yield from judge_declared(training)
         return
-    if not any(step.passes for rank in training.ranks for step in rank.steps):
+    if not any(step.passes for step in training.steps):
         return
-    if any(step.weights_move_between_passes for rank in training.ranks for step in rank.steps):
+    if any(step.weights_move_between_passes for step in training.steps):
         why = "the loss is not known: the weights change between the backward passes of a step"
         yield Finding(CHECK, Outcome.SKIPPED, why)
         return
@@ -172,7 +172,7 @@ def _added_to_some(ranks: Sequence[RecordedRank]) -> str | None:
 
 
 def _noted(one: BackwardPass) -> Facts:
-    noted: Facts = one.facts.get("objective", {})
+    noted: Facts = one.noted("objective")
     return noted
 
 
@@ -351,9 +351,7 @@ def summed_micro_batches(ranks: Sequence[RecordedRank], of: str) -> HeadlineNote
     counts = {len(loss_passes(step)) for own in steps for step in own}
     if len(counts) != 1 or (count := counts.pop()) < 2:
         return None
-    sizes = {
-        one["loader"]: one["batch_size"] for rank in ranks for one in rank.facts.get("loaders", {}).get("loaders", ())
-    }
+    sizes = {one["loader"]: one["batch_size"] for rank in ranks for one in rank.noted("loaders").get("loaders", ())}
     for own in steps:
         if not abs(factor_of(own) - 1) <= NEAR:
             return None
@@ -371,8 +369,8 @@ def summed_micro_batches(ranks: Sequence[RecordedRank], of: str) -> HeadlineNote
 
 def _is_mean(one: BackwardPass, count: int) -> bool:
     """Return whether a pass differentiates a mean, or a sum of means, that is not divided by ``count``."""
-    noted = one.facts.get("objective", {})
-    calls, means = noted.get("calls", ()), noted.get("means")
+    noted = one.noted("objective")
+    calls, means = noted.get("calls", ()), noted.get("means", ())
     if len(calls) == 1 and calls[0]["weight"] is not None:
         means = [[calls[0]["weight"]]]
     return bool(means) and all(

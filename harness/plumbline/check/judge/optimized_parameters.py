@@ -18,6 +18,9 @@ from plumbline.report.text import in_two_digits, listed
 
 CHECK = "update"
 
+UNOPTIMIZED = "unoptimized"
+"""The fact of a step with the parameters of called modules that are in no optimizer."""
+
 _FEWEST_STEPS = 3  # a script may copy its weights at every second step
 
 _ROUNDED = 2**-7  # more than rounding to bfloat16 moves a weight, in any direction
@@ -41,8 +44,8 @@ def judge_optimized_parameters(training: RecordedTraining) -> Iterator[Finding]:
 
 def _never_moved(training: RecordedTraining) -> Finding | None:
     for rank in training.ranks:
-        late = {name for parameters in (rank.facts.get("late") or {}).values() for name in parameters}
-        names = [name for step in rank.steps[-1:] for name in _unoptimized(step) if name not in late]
+        late = {name for parameters in rank.noted("late").values() for name in parameters}
+        names = [name for step in rank.steps[-1:] for name in step.noted(UNOPTIMIZED) if name not in late]
         if names:
             one = len(names) == 1
             told = (
@@ -96,14 +99,14 @@ def _gradients_alone(training: RecordedTraining) -> Finding | None:
 def _later(training: RecordedTraining) -> Iterator[tuple[RecordedRank, list[str], bool]]:
     """Yield, for each rank, the parameters added later to a partly frozen model, and whether any is an adapter's."""
     for rank in training.ranks:
-        late = {name for parameters in (rank.facts.get("late") or {}).values() for name in parameters}
-        steps = [_unoptimized(step) for step in rank.steps if not step.skipped]
+        late = {name for parameters in rank.noted("late").values() for name in parameters}
+        steps = [step.noted(UNOPTIMIZED) for step in rank.steps if not step.skipped]
         names = [name for name in (steps[-1] if steps else ()) if name not in late and _stays(name, steps)]
         if names:
             yield rank, names, any(steps[-1][name]["adapts"] for name in names)
 
 
-def _stays(name: str, steps: list[Mapping[str, Facts]]) -> bool:
+def _stays(name: str, steps: Sequence[Facts]) -> bool:
     """Return whether a later parameter has a gradient in the last steps, and the same values in all of them."""
     own = [step[name] for step in steps if name in step]
     values = {one["digest"] for one in own}
@@ -117,7 +120,7 @@ def _replaced(training: RecordedTraining) -> Iterator[Finding]:
         for optimizer in dict.fromkeys(step.optimizer for step in rank.steps):
             steps = [step for step in rank.steps if step.optimizer == optimizer]
             stale = _stale(steps)
-            own = {name: facts for name, facts in _unoptimized(steps[-1]).items() if facts["gradient"]}
+            own = {name: facts for name, facts in steps[-1].noted(UNOPTIMIZED).items() if facts["gradient"]}
             shapes = Counter(tuple(shape) for facts in own.values() for shape in facts["shapes"])
             if not stale or not Counter(steps[-1].parameters[number].shape for number in stale) <= shapes:
                 continue
@@ -265,7 +268,7 @@ def _missing_on_some_ranks(training: RecordedTraining) -> Finding | None:
     reduced = reduced_parameters(training)
     equal: set[str] = set()
     for steps in training.common_steps:
-        names = {name for step in steps.values() for name in _unoptimized(step)}
+        names = {name for step in steps.values() for name in step.noted(UNOPTIMIZED)}
         digests = {name: _digests(name, steps) for name in sorted(names)}
         is_reduced = any(optimizer == steps.optimizer for optimizer, _ in reduced)
         is_one_model = is_reduced or any(one.is_wrapped for one in weights_at(steps))
@@ -282,8 +285,8 @@ def _digests(name: str, steps: Mapping[int, RecordedStep]) -> dict[int, str]:
     """Return, for each rank, a digest of a parameter's values before a step, even if its optimizer lacks it."""
     found = {}
     for rank, step in steps.items():
-        own = _unoptimized(step).get(name, {}).get("digest")
-        for parameter, before in zip(step.parameters, step.facts.get(WEIGHTS, {}).get("before", ()), strict=False):
+        own = step.noted(UNOPTIMIZED).get(name, {}).get("digest")
+        for parameter, before in zip(step.parameters, step.noted(WEIGHTS).get("before", ()), strict=False):
             own = before if parameter.name == name and parameter.held_in is None else own
         if own is not None:
             found[rank] = own
@@ -293,14 +296,14 @@ def _digests(name: str, steps: Mapping[int, RecordedStep]) -> dict[int, str]:
 def _flat_in_part(names: Collection[str], steps: Mapping[int, RecordedStep]) -> list[str]:
     """Return parameters inside flat ones that some optimizers hold, but not those of all ranks with a part."""
     stepped = {one.name for step in steps.values() for one in step.parameters}
-    lacking = {name for step in steps.values() for name, facts in _unoptimized(step).items() if facts["in_flat"]}
+    lacking = {name for step in steps.values() for name, facts in step.noted(UNOPTIMIZED).items() if facts["in_flat"]}
     return sorted(set(names) & stepped & lacking)
 
 
 def _lacking(
     ranks: Collection[RecordedRank], names: list[str], steps: Mapping[int, RecordedStep], effect: str
 ) -> Finding | None:
-    lacking = [rank.rank for rank in ranks if any(name in _unoptimized(steps[rank.rank]) for name in names)]
+    lacking = [rank.rank for rank in ranks if any(name in steps[rank.rank].noted(UNOPTIMIZED) for name in names)]
     if len(lacking) == len(ranks):
         return None
     are = "is" if len(names) == 1 else "are"
@@ -315,11 +318,6 @@ def _lacking(
         rank=lacking[0],
         parameter=sorted(names)[0],
     )
-
-
-def _unoptimized(step: RecordedStep) -> Mapping[str, Facts]:
-    found: Mapping[str, Facts] = step.facts.get("unoptimized") or {}
-    return found
 
 
 FROZEN = "frozen-weights"
@@ -344,7 +342,7 @@ def judge_frozen_weights(training: RecordedTraining) -> Iterator[Finding]:
 
 
 def _unnoticed(training: RecordedTraining) -> list[str]:
-    facts = [rank.facts.get(FROZEN) or {} for rank in training.ranks]
+    facts = [rank.noted(FROZEN) for rank in training.ranks]
     return sorted({name for one in facts for name in one.get("unnoticed", ())})
 
 
@@ -390,7 +388,7 @@ def _changed_once(one: ObserverFacts, training: RecordedTraining) -> set[str]:
     Methods that move frozen weights along with adapters, such as Delta-LoRA (arXiv 2309.02411), do so in each step.
     """
     steps = next(rank.steps for rank in training.ranks if rank.rank == one.rank)
-    moved = Counter(name for step in steps for name in (step.facts.get(FROZEN) or {}).get("between", ()))
+    moved = Counter(name for step in steps for name in step.noted(FROZEN).get("between", ()))
     return {name for name in one.facts["between"] if moved[name] == 1 and len(steps) > 2}
 
 
@@ -399,7 +397,7 @@ def _merged(one: ObserverFacts, once: Collection[str]) -> Finding | None:
 
     An adapter that changed as well may have lost what was added.
     """
-    changed = {one.parameter(number) for number in (one.step.facts.get(UPDATE) or {}).get("outside", ())}
+    changed = {one.parameter(number) for number in one.step.noted(UPDATE).get("outside", ())}
     gradients = dict(zip([p.name for p in one.step.parameters], one.step.parts(one.step.received), strict=True))
     for name, change in one.facts["between"].items():
         left, right, factor = change["product"] or (None, None, 0.0)

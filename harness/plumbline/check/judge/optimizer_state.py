@@ -26,7 +26,7 @@ def judge_optimizer_state(training: RecordedTraining) -> list[Finding]:
 
 def changed_state(one: ScriptStep) -> list[int]:
     """Return the numbers of the parameters whose state was reset, or changed since the previous step."""
-    facts = one.step.facts.get(OBSERVER) or {}
+    facts = one.step.noted(OBSERVER)
     return sorted({*(number for number, *_ in facts.get("changed", ())), *facts.get("anew", ())})
 
 
@@ -56,7 +56,7 @@ def _lost_at_each_step(training: RecordedTraining) -> Finding | None:
 
 
 def _begins_anew(one: ObserverFacts) -> bool:
-    update = one.step.facts.get("update") or {}
+    update = one.step.noted("update")
     is_replayed = bool(update) and not update["why"] and not update["outside"]
     return is_replayed and bool(one.facts["anew"])
 
@@ -112,5 +112,5 @@ def _begun_anew(ranks: Mapping[int, ObserverFacts]) -> Finding | None:
 
 def _changed(one: ObserverFacts) -> Iterator[tuple[int, int, int]]:
     """Yield changed states, except for parameters whose weights changed as well: both may be intended together."""
-    outside = one.step.facts.get("update", {}).get("outside", ())
+    outside = one.step.noted("update").get("outside", ())
     return ((number, last, now) for number, last, now in one.facts["changed"] if number not in outside)

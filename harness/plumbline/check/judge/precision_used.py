@@ -71,10 +71,10 @@ def _in_words(training: RecordedTraining, steps: list[ObserverFacts]) -> Iterato
     yield f"parameters are {_list({name for one in facts for name in one['parameters']})}"
     yield f"gradients are {_list({name for one in facts for name in one['gradients']})}"
     yield f"autocast: {_list(set().union(*(_real(one['autocast']) for one in facts)))}"
-    inside = any(each.facts.get(OBSERVER, {}).get("autocast") for one in steps for each in one.step.passes)
+    inside = any(each.noted(OBSERVER).get("autocast") for one in steps for each in one.step.passes)
     if inside:
         yield "backward passes begin inside autocast"
-    process = training.ranks[0].facts.get(OBSERVER) or {}
+    process = training.ranks[0].noted(OBSERVER)
     flags = process.get("flags") or {}
     if flags.get("matmul", "highest") not in ("highest", "ieee", "none", None):
         yield f"float32 matrix products use the precision “{flags['matmul']}”"

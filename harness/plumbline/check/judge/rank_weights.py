@@ -160,7 +160,7 @@ def weights_are_made_equal(training: RecordedTraining) -> bool:
 
     Torch's communication hook for local SGD counts as well: it may make weights equal only after the recorded steps.
     """
-    if any(LOCAL_SGD in rank.facts.get("precision", {}).get("hooks", ()) for rank in training.ranks):
+    if any(LOCAL_SGD in rank.noted("precision").get("hooks", ()) for rank in training.ranks):
         return True
     apart: set[tuple[int, str]] = set()
     for steps in training.common_steps:
@@ -210,7 +210,7 @@ def ranks_begin_apart(training: RecordedTraining) -> bool:
 
 def trains_shards(step: RecordedStep) -> bool:
     """Return whether an optimizer trains parameters of which no rank has all values."""
-    before = step.facts.get(WEIGHTS, {}).get("before", ())
+    before = step.noted(WEIGHTS).get("before", ())
     return any(digest is None and one.trained for one, digest in zip(step.parameters, before, strict=False))
 
 
@@ -247,7 +247,7 @@ def shared_part(steps: Mapping[int, RecordedStep]) -> StepOfRanks[RecordedStep]:
 
 
 def forward_communicates(training: RecordedTraining) -> bool:
-    return any((rank.facts.get(JOINT) or {}).get("communicates") for rank in training.ranks)
+    return any(rank.noted(JOINT).get("communicates") for rank in training.ranks)
 
 
 def model_parts(training: RecordedTraining) -> set[tuple[int, str]]:
@@ -260,9 +260,8 @@ def model_parts(training: RecordedTraining) -> set[tuple[int, str]]:
     communicates = forward_communicates(training)
     apart = {
         (step.optimizer, name)
-        for rank in training.ranks
-        for step in rank.steps
-        for name in (step.facts.get(MASTERS) or {}).get("apart", ())
+        for step in training.steps
+        for name in step.noted(MASTERS).get("apart", ())
         if communicates
     }
     shared: set[tuple[int, str]] = set()
@@ -305,7 +304,7 @@ def rank_layout(training: RecordedTraining) -> RankLayout:
         return RankLayout(False, "there is one rank")
     if len(training.ranks) < world:
         return RankLayout(False, f"only {len(training.ranks)} of {world} ranks recorded steps")
-    facts: list[Facts] = [rank.facts.get(LAYOUT, {}) for rank in training.ranks]
+    facts: list[Facts] = [rank.noted(LAYOUT) for rank in training.ranks]
     modules = [module for one in facts for module in one.get("modules", ())]
     if (other := _other_parallelism(world, facts, modules)) is not None:
         return RankLayout(False, other)
@@ -348,5 +347,5 @@ def _is_of_data(mesh: dict[str, Any]) -> bool:
 
 def _reduced_by_hand(rank: RecordedRank, world: int) -> bool:
     """Return whether, at each step, collectives after the backward passes covered at least all parameter entries."""
-    noted = [step.facts.get(LAYOUT, {}) for step in rank.steps if not step.skipped]
+    noted = [step.noted(LAYOUT) for step in rank.steps if not step.skipped]
     return bool(noted) and all(one and one["reduced"].get(str(world), 0) >= one["entries"] for one in noted)

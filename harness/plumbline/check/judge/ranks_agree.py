@@ -121,7 +121,7 @@ def _frozen(training: RecordedTraining, reduced: Collection[str]) -> Finding | N
     """
     is_first = all(any(step.number == 0 for step in rank.steps) for rank in training.ranks)
     noted = None
-    every = zip(*(rank.facts.get("weights", {}).get("modules", ()) for rank in training.ranks), strict=False)
+    every = zip(*(rank.noted("weights").get("modules", ()) for rank in training.ranks), strict=False)
     for index, modules in enumerate(every):
         tables = [{(p["name"], tuple(p["shape"])): p for p in module["parameters"]} for module in modules]
         if any(table.keys() != tables[0].keys() for table in tables):
@@ -162,7 +162,7 @@ def _constants(training: RecordedTraining) -> HeadlineNote | None:
     if len(training.ranks) < training.world_size or forward_communicates(training):
         return None
     weights = list(weights_of(training))
-    every = [rank.facts.get("weights", {}).get("constants", ()) for rank in training.ranks]
+    every = [rank.noted("weights").get("constants", ()) for rank in training.ranks]
     for modules in zip(*every, strict=False):
         names = [[p["name"] for p in one["parameters"]] for one in modules]
         if any(one != names[0] for one in names):
@@ -343,7 +343,7 @@ def _is_one_model(training: RecordedTraining) -> bool:
     """Return whether wrappers make ranks data parallel only, so that each module is one model on all ranks."""
     if not rank_layout(training).is_data_parallel:
         return False
-    modules = [module for rank in training.ranks for module in (rank.facts.get(LAYOUT) or {}).get("modules", ())]
+    modules = [module for rank in training.ranks for module in rank.noted(LAYOUT).get("modules", ())]
     return bool(modules) and all(module["wrapper"] or module["sharded_as_data"] for module in modules)
 
 
@@ -388,7 +388,7 @@ def _ranks(numbers: Sequence[int]) -> str:
 
 
 def _at_first_forward(rank: RecordedRank) -> dict[str, bool]:
-    modules = (rank.facts.get(WEIGHTS) or {}).get("modules", ())
+    modules = rank.noted(WEIGHTS).get("modules", ())
     return {one["name"]: one["trained"] for module in modules for one in module["parameters"] if not one["ignored"]}
 
 
@@ -397,13 +397,13 @@ def _trained(steps: Iterable[RecordedStep]) -> set[str]:
     found: set[str] = set()
     for step in steps:
         found |= {one.name for one in step.parameters if one.named and one.trained}
-        found |= (step.facts.get("unoptimized") or {}).keys()
+        found |= step.noted("unoptimized").keys()
     return found
 
 
 def _used_on_some(training: RecordedTraining) -> list[str]:
     """Return parameters whose gradients come from the same ranks at each of several steps, and not from the others."""
-    modules = (training.ranks[0].facts.get(WEIGHTS) or {}).get("modules", ())
+    modules = training.ranks[0].noted(WEIGHTS).get("modules", ())
     if all(parameter["trained"] for module in modules for parameter in module["parameters"]):
         return []
     users: dict[str, list[frozenset[int]]] = {}

@@ -87,7 +87,7 @@ def _suspected(training: RecordedTraining) -> Iterator[tuple[int, RecordedStep, 
     for rank in training.ranks:
         for step in rank.steps:
             for one in step.passes:
-                facts = one.facts.get(CHECK) or {}
+                facts = one.noted(CHECK)
                 if facts.get("different") or facts.get("by_hand"):
                     yield rank.rank, step, one
 
@@ -117,7 +117,7 @@ def _furthest(rank: int, step: RecordedStep, one: BackwardPass) -> Iterator[_Jud
     ratios = torch.where(known & (apart > 0), apart / least, 0.0)
     worst = int(ratios.argmax())
     share = _together(apart, known) / size if size else float("inf")
-    rerouted = (one.facts.get("experts") or {}).get("rerouted", ())
+    rerouted = one.noted("experts").get("rerouted", ())
     yield _Judged(rank, step, one.facts[CHECK], step.parameters[worst].name, float(ratios[worst]), share, rerouted)
 
 

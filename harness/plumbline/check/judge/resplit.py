@@ -90,7 +90,7 @@ def judge_resplit(trainings: Sequence[RecordedTraining], rerun: Rerun) -> Findin
         split = _split(first)
         ordered = _sole(rerun(_WITHOUT_DROPOUT, split.ordered_otherwise()))
         dealt = _sole(rerun(_WITHOUT_DROPOUT, split.dealt_otherwise()))
-        if any(rank.facts.get("splits", {}).get("dropouts") for rank in dealt.ranks):
+        if any(rank.noted("splits").get("dropouts") for rank in dealt.ranks):
             first = _sole(rerun(_WITHOUT_DROPOUT, split.as_it_was()))
         if _split(dealt).batches != {rank: own for rank, (_, own) in split.dealt_otherwise().items()}:
             raise _UnknownError("the loader did not take the samples that it was given")
@@ -147,14 +147,14 @@ def _split(training: RecordedTraining) -> Split:
         raise _UnknownError(f"samples can be moved to other ranks under data parallelism only; {layout.reason}")
     batches, iterators = {}, {}
     for rank in training.ranks:
-        noted = rank.facts.get("splits") or {}
+        noted = rank.noted("splits")
         if noted.get("iterator") is None:
             raise _UnknownError("the first batch does not come from a torch DataLoader")
         if noted["batches"] is None:
             raise _UnknownError("the loader has no sample indices; use a map-style dataset, not an IterableDataset")
         passes = rank.steps[0].passes
         own = noted["batches"][: len(passes)]
-        rows = [(one.facts.get("batches", {}).get("forwards") or [{}])[0].get("rows") for one in passes]
+        rows = [(one.noted("batches").get("forwards") or [{}])[0].get("rows") for one in passes]
         if len(own) < len(passes) or any(
             not n or not batch or n % len(batch) for n, batch in zip(rows, own, strict=True)
         ):

@@ -137,7 +137,7 @@ def _of_both(pair: Resumption) -> tuple[dict[Name, dict[str, set[Any]]], dict[Na
 def _known_states(training: RecordedTraining, begins: Mapping[int, int]) -> dict[Name, dict[str, set[Any]]]:
     """Return the values of the state of each whole parameter, on all ranks that have any, before a step."""
     found: dict[Name, dict[str, set[Any]]] = {}
-    for step in (step for rank in training.ranks for step in rank.steps):
+    for step in training.steps:
         if step.number == begins.get(step.optimizer):
             for name, state in states_of(step, with_shards=False).items():
                 own = found.setdefault(name, {})

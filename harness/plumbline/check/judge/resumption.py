@@ -353,7 +353,7 @@ def _rows_by_step(training: RecordedTraining, of_each: bool) -> dict[tuple[int, 
 
 
 def _rows(step: RecordedStep) -> list[int]:
-    forwards = [one for each in step.passes for one in each.facts.get("batches", {}).get("forwards", ())]
+    forwards = [one for each in step.passes for one in each.noted("batches").get("forwards", ())]
     return [row for one in forwards if one.get("training", True) for row in one.get("hashes", ())]
 
 
@@ -378,5 +378,5 @@ def _draws_otherwise(pair: Resumption) -> bool:
 
 
 def _drawn_from(step: RecordedStep) -> list[Mapping[str, str]]:
-    forwards = [one for each in step.passes for one in each.facts.get("generators", {}).get("forwards", ())]
+    forwards = [one for each in step.passes for one in each.noted("generators").get("forwards", ())]
     return [{name: one["states"][name] for name in one["drew"]} for one in forwards if one["drew"]]

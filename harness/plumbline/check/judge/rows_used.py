@@ -153,7 +153,7 @@ def _chance(rows: int) -> float:
 
 
 def _targets(rank: RecordedRank) -> tuple[str, ...]:
-    return tuple(call["targets"] for one in passes_of(rank) for call in one.facts.get("objective", {}).get("calls", ()))
+    return tuple(call["targets"] for one in passes_of(rank) for call in one.noted("objective").get("calls", ()))
 
 
 def _random(ranks: Sequence[RecordedRank]) -> bool:
@@ -293,7 +293,7 @@ def training_samplers(rank: RecordedRank) -> set[int]:
 def sampler_passes(rank: RecordedRank) -> Iterator[Facts]:
     """Yield the passes through samplers that a rank trained on, if the sampler is of torch's own class."""
     numbers = training_samplers(rank)
-    for one in rank.facts.get("loaders", {}).get("samplers", ()):
+    for one in rank.noted("loaders").get("samplers", ()):
         if one["sampler"] in numbers and one["own"]:
             yield one
 
@@ -370,7 +370,5 @@ def _undivided(training: RecordedTraining) -> int:
 def _loads_a_part(rank: RecordedRank, order: Facts) -> bool:
     """Return whether a loader has too few batches for all samples of the order that it draws from."""
     rows = max((one["rows"] for one in _forwards(rank) if "rows" in one), default=0)
-    lengths = [
-        one["length"] for one in rank.facts.get("loaders", {}).get("loaders", ()) if one["sampler"] == order["sampler"]
-    ]
+    lengths = [one["length"] for one in rank.noted("loaders").get("loaders", ()) if one["sampler"] == order["sampler"]]
     return bool(lengths) and all(one is not None and (one + 1) * rows <= order["length"] for one in lengths)

@@ -123,14 +123,14 @@ def objective_of(steps: Sequence[RecordedStep], *, written: bool = False) -> Ste
     made = tuple(tuple(own) for own in shares if own is not None)
     differ = all(have_own_batches(step) for step in steps)
     factor = factor_of(steps)
-    is_only_loss = (steps[0].facts.get(JOINT) or {}).get("losses") == len(steps) == 1 and not math.isnan(factor)
+    is_only_loss = steps[0].noted(JOINT).get("losses") == len(steps) == 1 and not math.isnan(factor)
     return StepObjective(made, differ, factor, _gap(steps, made), is_only_loss)
 
 
 def objective_of_losses(steps: Sequence[RecordedStep]) -> StepObjective | None:
     """Return the objective of the ranks that compute a loss. Stages of a pipeline may send activations instead."""
     own = [step for step in steps if _shares(step)]
-    losses = (steps[0].facts.get(JOINT) or {}).get("losses", len(steps))
+    losses = steps[0].noted(JOINT).get("losses", len(steps))
     return objective_of(own) if len(own) == losses else None
 
 
@@ -169,7 +169,7 @@ def has_plain_mean(steps: Sequence[RecordedStep], factor: float) -> bool:
 
 def _weights_of_means(step: RecordedStep) -> list[float]:
     """Return the weight of each term of a step's loss; nothing if any is not certainly a mean."""
-    passes = [(one.scale, (one.facts.get("objective") or {}).get("means") or ()) for one in step.passes]
+    passes = [(one.scale, one.noted("objective").get("means") or ()) for one in step.passes]
     if len({len(means) for _, means in passes}) != 1 or any(len(one) != 1 for _, means in passes for one in means):
         return []
     return [sum(part) for part in zip(*([one / scale for (one,) in means] for scale, means in passes), strict=True)]
@@ -186,7 +186,7 @@ def steps_together(ranks: Sequence[RecordedRank]) -> Iterator[list[RecordedStep]
 def factor_of(steps: Sequence[RecordedStep]) -> float:
     """Return the factor by which the mean over ranks of the local gradients was multiplied before clipping."""
     factor = multiple_of(steps)
-    if abs(factor - 1) > NEAR and steps[0].facts.get("masters", {}).get("limit"):
+    if abs(factor - 1) > NEAR and steps[0].noted("masters").get("limit"):
         return math.nan  # the trainer clips with its own code
     return factor
 
@@ -229,7 +229,7 @@ def have_own_batches(step: RecordedStep) -> bool:
 
 def loss_passes(step: RecordedStep) -> list[BackwardPass]:
     """Return the passes that begin at a loss, not at activations whose gradient another pipeline stage computed."""
-    joint = step.facts.get(JOINT) or {}
+    joint = step.noted(JOINT)
     has_stages = joint.get("losses", 1) < joint.get("ranks", 1)
     return [one for one in step.passes if not (has_stages and one.facts["is_inner"])]
 
@@ -240,7 +240,7 @@ def forwards_by_pass(step: RecordedStep) -> list[Sequence[Facts]]:
     Schedules of pipelines run several forwards before the first pass. Forwards inside of others are left out: they may
     get parts of a batch, or activations.
     """
-    before = [one.facts.get("batches", {}).get("forwards", ()) for one in step.passes]
+    before = [one.noted("batches").get("forwards", ()) for one in step.passes]
     if all(before) and len(loss_passes(step)) == len(before):
         return [[made for made in own if not made.get("is_inner")] or own for own in before]
     numbered = {made.get("number"): made for own in before for made in own}
@@ -318,7 +318,7 @@ def _shares(step: RecordedStep, *, written: bool = False) -> list[Share] | None:
         return None
     shares = []
     for one in loss_passes(step):
-        noted = one.facts.get("objective", {})
+        noted = one.noted("objective")
         if written and (own := _written(noted)):
             kind = noted["terms"][0]["name"]
             reduction = "sum" if kind.startswith("a sum") else kind

@@ -173,7 +173,7 @@ def separate_adapters(training: RecordedTraining) -> list[str]:
 
     Empty if shards are trained as well, because the ranks then train one model.
     """
-    if any(trains_shards(step) for rank in training.ranks for step in rank.steps):
+    if any(trains_shards(step) for step in training.steps):
         return []
     return [*dict.fromkeys(one.parameter.name for one in _unsharded(training))]
 
@@ -203,7 +203,7 @@ def _are_apart(received: Sequence[torch.Tensor], parameter: Parameter, coarsest:
 
 def _coarsest(step: RecordedStep) -> float:
     """Return the epsilon of the coarsest dtype in which a step's gradients were computed, as far as known."""
-    facts = [step.facts.get(PRECISION) or {}, *(one.facts.get(PRECISION) or {} for one in step.passes)]
+    facts = [step.noted(PRECISION), *(one.noted(PRECISION) for one in step.passes)]
     kept = [name for one in facts for kind in ("parameters", "gradients") for name in one.get(kind, ())]
     used = [name.split()[-1] for one in facts for name in one.get("autocast", ())]
     dtypes = [getattr(torch, name, None) for name in (*kept, *used)]

@@ -276,7 +276,7 @@ def _stepped_by_two_optimizers(training: RecordedTraining) -> Finding | None:
         last: dict[str, tuple[RecordedStep, torch.Tensor, object]] = {}
         for step in rank.steps:
             moved = _moved(step)
-            digests = step.facts.get(WEIGHTS) or {}
+            digests = step.noted(WEIGHTS)
             before, after = digests.get("before"), digests.get("after")
             if step.is_in_pieces or not before or not after:
                 continue
@@ -304,7 +304,7 @@ def _stepped_by_two_optimizers(training: RecordedTraining) -> Finding | None:
 
 
 def _moved(step: RecordedStep) -> set[int]:
-    rows = (step.facts.get(OBSERVER) or {}).get("parameters", ())
+    rows = step.noted(OBSERVER).get("parameters", ())
     return {int(number) for number, _, _, _, made, *_ in rows if made}
 
 

@@ -49,7 +49,7 @@ def most_steps(rank: RecordedRank) -> int:
 
 def _optimizers(rank: RecordedRank) -> Iterator[str]:
     for number in sorted({step.optimizer for step in rank.steps}):
-        noted = (step.facts.get("update", {}).get("class") for step in rank.steps if step.optimizer == number)
+        noted = (step.noted("update").get("class") for step in rank.steps if step.optimizer == number)
         yield next(filter(None, noted), "an optimizer")
 
 
@@ -57,7 +57,7 @@ def _precision(training: RecordedTraining) -> Iterator[str]:
     steps = [step for rank in training.ranks for step in rank.steps]
     yield from (parameter.dtype for step in steps for parameter in step.parameters)
     for step in steps:
-        for name in step.facts.get("precision", {}).get("autocast", ()):
+        for name in step.noted("precision").get("autocast", ()):
             if not name.endswith(" off"):
                 yield f"autocast {name}"
         if any(one.scale != 1 for one in step.passes):
@@ -66,7 +66,7 @@ def _precision(training: RecordedTraining) -> Iterator[str]:
 
 def _wrappers(training: RecordedTraining) -> Iterator[str]:
     for rank in training.ranks:
-        for module in (rank.facts.get("parallelism") or {}).get("modules", ()):
+        for module in rank.noted("parallelism").get("modules", ()):
             if module.get("wrapper"):
                 yield "DistributedDataParallel"
             if module.get("sharded_as_data"):
@@ -75,6 +75,6 @@ def _wrappers(training: RecordedTraining) -> Iterator[str]:
 
 def _lines(training: RecordedTraining) -> Iterator[tuple[str, int]]:
     for rank in training.ranks:
-        noted = rank.facts.get("script") or {}
+        noted = rank.noted("script")
         if "line" in noted:
             yield noted["file"], noted["line"]
