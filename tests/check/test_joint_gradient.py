@@ -190,7 +190,7 @@ def test_the_last_pass_of_many_copies_is_apart_where_no_single_one_shows_it() ->
         shares = [[first + random.gauss(0.0, 10.0), last + random.gauss(0.0, 4.0)] for first, last in own]
         received = sum(first for first, _ in shares) + 2 * sum(last for _, last in own) + random.gauss(0.0, 0.5)
         every = {"received": received, "shares": shares, "own": own, "left": 0.0, "noise": 1.0}
-        cases.append(replace(evidence().wrong[0], limit_x_noise=16.0, copies=2.0, with_all_copies=every))
+        cases.append(replace(evidence().wrong[0], limit=16.0, copies=2.0, with_all_copies=every))
     assert not any(case.shows_its_last_pass for case in cases)
     assert has_last_pass_apart(cases)
     assert not has_last_pass_apart(cases[:2])

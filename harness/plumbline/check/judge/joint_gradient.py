@@ -28,8 +28,8 @@ class JointGradient(GradientCase):
     optimizers received. ``left``: what the previous step left in the gradient. ``shares``: what each backward pass of
     each rank adds to the right gradient. ``left_in_parts``: the share of ``left`` in parameters that have only one
     copy. ``others``: the same numbers for parameters that were right at this step, each along a direction through
-    several of them. A mistake in all parameters must predict these as well. ``losses``: the number of ranks that
-    compute a loss, over which gradients are averaged.
+    several of them. A mistake in all parameters must predict these as well. ``world`` counts the ranks that compute a
+    loss, over which gradients are averaged.
 
     ``began_alike``: other ranks began with the same values of a parameter of this name, but received a different
     gradient. ``copies``: the ratio of all such copies to those that received this gradient. ``with_all_copies``: the
@@ -54,8 +54,6 @@ class JointGradient(GradientCase):
     left: float
     shares: Sequence[Sequence[float]]
     noise: float
-    limit_x_noise: float
-    accumulate_most: int
     others: Sequence[Facts]
     common_factor: float
     began_alike: bool
@@ -65,7 +63,9 @@ class JointGradient(GradientCase):
     own_path: str = ""
     parts: Sequence[Sequence[float]] = ()
     in_pieces: bool = False
-    losses: int = 1
+    limit: float = 0.0
+    accumulate: int = 1
+    world: int = 1
     clipped_apart: bool = False
     has_last_pass_apart: bool = False
     has_left_over: bool = False
@@ -89,12 +89,12 @@ class JointGradient(GradientCase):
             index,
             wrong["ranks"][0],
             ranks=tuple(wrong["ranks"]),
-            limit_x_noise=found["limit"],
-            accumulate_most=window,
+            limit=found["limit"],
+            accumulate=window,
             others=found["right"],
             common_factor=first if agree else math.nan,
             functions=tuple(found.get("not_derivatives", ())),
-            losses=found["losses"],
+            world=found["losses"],
             with_all_copies=wrong["with_all_copies"] or {},
             **{name: wrong[name] for name in _MEASURED},
         )
@@ -123,7 +123,7 @@ class JointGradient(GradientCase):
 
     @property
     def may_be_whole(self) -> bool:
-        within = self.limit_x_noise * self.noise_along_copies
+        within = self.limit * self.noise_along_copies
         return abs(self.received_along_copies - self.of_all_copies) <= within
 
     @property
@@ -173,28 +173,19 @@ class JointGradient(GradientCase):
 
     @property
     def _within(self) -> float:
-        return self.limit_x_noise * self._own_factor * self.noise_along_copies
+        return self.limit * self._own_factor * self.noise_along_copies
 
     @property
     def is_of_the_holders_samples(self) -> bool:
         """Whether each rank's part has the gradient of that rank's own loss only, or of its share in the mean."""
-        limit = self.limit_x_noise
-        return any(abs(own) > limit * noise for _, own, noise in self.parts) and any(
-            all(abs(received - factor * own) <= limit * factor * noise for received, own, noise in self.parts)
+        return any(abs(own) > self.limit * noise for _, own, noise in self.parts) and any(
+            all(abs(received - factor * own) <= self.limit * factor * noise for received, own, noise in self.parts)
             for factor in (1, len(self.parts), self.world)
         )
 
     @property
-    def world(self) -> int:
-        return self.losses
-
-    @property
     def micro_batches(self) -> int:
         return len(self.shares[self.rank])
-
-    @property
-    def accumulate(self) -> int:
-        return self.accumulate_most
 
     @property
     def scales(self) -> Sequence[float | None]:
@@ -216,10 +207,6 @@ class JointGradient(GradientCase):
     def factor(self) -> float:
         right = self.value(scaled(1.0))
         return self.received / right if right else math.inf
-
-    @property
-    def limit(self) -> float:
-        return self.limit_x_noise
 
     @property
     def is_right(self) -> bool:
