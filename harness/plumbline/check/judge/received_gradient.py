@@ -39,7 +39,7 @@ class ReceivedGradient(GradientCase):
     """The gradient that one rank's optimizer received at one step.
 
     ``ranks``: this step as each rank recorded it. ``previous``: the optimizer's previous step, None at the first one.
-    ``window``: the largest number of backward passes in any of the optimizer's steps. ``free_factor``: clipping may
+    ``accumulate``: the largest number of backward passes in any of the optimizer's steps. ``free_factor``: clipping may
     have shortened the gradient by one factor. ``hook_format``: the format to which a communication hook rounds
     gradients, "" without one. ``parts``: names of parameters of which each rank holds a different part, so that it is
     unknown how their gradients belong together. ``factor``: the ratio of all wrong gradients to the right ones.
@@ -47,11 +47,13 @@ class ReceivedGradient(GradientCase):
     ``measured``: the optimizer's last step before this one whose gradients were recomputed, None without one.
     """
 
+    limit = PROJECTION_MARGIN
+
     index: int
     rank: int
     ranks: Mapping[int, RecordedStep]
     previous: ReceivedGradient | None = None
-    window: int = 1
+    accumulate: int = 1
     free_factor: bool = False
     hook_format: str = ""
     parts: frozenset[str] = frozenset()
@@ -81,10 +83,6 @@ class ReceivedGradient(GradientCase):
     def micro_batches(self) -> int:
         """The number of backward passes of this rank."""
         return len(self.step.passes)
-
-    @property
-    def accumulate(self) -> int:
-        return self.window
 
     @property
     def scales(self) -> Sequence[float | None]:
@@ -234,10 +232,6 @@ class ReceivedGradient(GradientCase):
     def fit_of_a_multiple(self) -> Fit:
         """Return which multiple of the right gradient was received, and how well it fits."""
         return replace(self, free_factor=True).fit(RIGHT)
-
-    @property
-    def limit(self) -> float:
-        return PROJECTION_MARGIN
 
     @property
     def is_right_to_16_bits(self) -> bool:
