@@ -6,7 +6,7 @@ import contextlib
 
 import torch.distributed as dist
 from expect import any_check, failing, known_bad
-from loop import alone, ddp, loader, windows
+from loop import alone, ddp, loader, windows, wrapped
 from otherwise import by_iterations
 
 CELLS = [
@@ -19,11 +19,6 @@ DDP = ["accumulation/ddp/1x2/32", "accumulation/ddp/1x3/64"]
 ITERATED = ["accumulation/ddp/1x2/32", "accumulation/ddp/1x4/32"]
 
 
-def wrapped(job):
-    """Return the job's model, under DDP if there is more than one rank."""
-    return ddp(job) if job.world_size > 1 else job.model()
-
-
 def backward(job, model, scaler, batch, divisor):
     """One micro-batch's gradient is added to what is there."""
     with job.autocast():
@@ -31,32 +26,31 @@ def backward(job, model, scaler, batch, divisor):
     scaler.scale(loss).backward()
 
 
-@known_bad("accumulation", causes=["not-divided-by-micro-batches"], on=CELLS)
-def not_divided(job):
-    """The losses of a window are added and not divided by their number."""
+def train_windows(job, *, divisor=len, cut=windows, before_batch=lambda optimizer: None, zeroes=True):
+    """Train by windows that ``cut`` returns; the loss of each batch is divided by ``divisor(window)``."""
     model = wrapped(job)
     optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
     for epoch in range(job.epochs):
-        for window in windows(job, epoch):
+        for window in cut(job, epoch):
             for batch in window:
-                backward(job, model, scaler, batch, 1)
+                before_batch(optimizer)
+                backward(job, model, scaler, batch, divisor(window))
             scaler.step(optimizer)
             scaler.update()
-            optimizer.zero_grad()
+            if zeroes:
+                optimizer.zero_grad()
+
+
+@known_bad("accumulation", causes=["not-divided-by-micro-batches"], on=CELLS)
+def not_divided(job):
+    """The losses of a window are added and not divided by their number."""
+    train_windows(job, divisor=lambda window: 1)
 
 
 @known_bad("accumulation", causes=["divided-twice"], on=CELLS)
 def divided_twice(job):
     """The loss is divided by the window's length, and the trainer divides again."""
-    model = wrapped(job)
-    optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
-    for epoch in range(job.epochs):
-        for window in windows(job, epoch):
-            for batch in window:
-                backward(job, model, scaler, batch, len(window) * len(window))
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
+    train_windows(job, divisor=lambda window: len(window) * len(window))
 
 
 @known_bad(
@@ -66,29 +60,13 @@ def divided_twice(job):
 )
 def short_window_divided_by_the_full_length(job):
     """The last window of an epoch has fewer micro-batches, and is divided by as many as the others."""
-    model = wrapped(job)
-    optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
-    for epoch in range(job.epochs):
-        for window in windows(job, epoch):
-            for batch in window:
-                backward(job, model, scaler, batch, job.accumulate)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
+    train_windows(job, divisor=lambda window: job.accumulate)
 
 
 @known_bad("accumulation", causes=["only-last-micro-batch"], on=CELLS)
 def zeroed_for_every_micro_batch(job):
     """Only the last micro-batch of a window counts."""
-    model = wrapped(job)
-    optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
-    for epoch in range(job.epochs):
-        for window in windows(job, epoch):
-            for batch in window:
-                optimizer.zero_grad()
-                backward(job, model, scaler, batch, len(window))
-            scaler.step(optimizer)
-            scaler.update()
+    train_windows(job, before_batch=lambda optimizer: optimizer.zero_grad(), zeroes=False)
 
 
 @known_bad(
@@ -160,17 +138,11 @@ def short_last_window_dropped(job):
 @known_bad("accumulation", causes=["short-last-window-dropped"], on=CELLS)
 def short_last_window_never_loaded(job):
     """Only as many batches are drawn as make whole windows."""
-    model = wrapped(job)
-    optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
-    for epoch in range(job.epochs):
-        for window in windows(job, epoch):
-            if len(window) < job.accumulate:
-                continue
-            for batch in window:
-                backward(job, model, scaler, batch, job.accumulate)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
+
+    def whole(job, epoch):
+        return [window for window in windows(job, epoch) if len(window) == job.accumulate]
+
+    train_windows(job, cut=whole)
 
 
 @known_bad("accumulation", causes=["window-over-the-end-of-the-epoch"], on=CELLS)
@@ -219,17 +191,12 @@ def stepped_for_every_micro_batch_zeroed_for_every_window(job):
 @known_bad("accumulation", causes=["windows-of-another-length"], on=CELLS)
 def window_one_too_long(job):
     """The counter is compared before it is raised: windows are one micro-batch too long."""
-    model = wrapped(job)
-    optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
-    for epoch in range(job.epochs):
-        batches = list(loader(job, epoch))
-        for first in range(0, len(batches), job.accumulate + 1):
-            window = batches[first : first + job.accumulate + 1]
-            for batch in window:
-                backward(job, model, scaler, batch, len(window))
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
+
+    def longer(job, epoch):
+        batches, size = list(loader(job, epoch)), job.accumulate + 1
+        return [batches[first : first + size] for first in range(0, len(batches), size)]
+
+    train_windows(job, cut=longer)
 
 
 @known_bad("accumulation", "sync", causes=["some-micro-batches-not-synchronised"], on=DDP)
@@ -285,14 +252,7 @@ def summed_for_every_micro_batch_divided_once(job):
 )
 def never_zeroed(job):
     """Gradients add up over all steps."""
-    model = wrapped(job)
-    optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
-    for epoch in range(job.epochs):
-        for window in windows(job, epoch):
-            for batch in window:
-                backward(job, model, scaler, batch, len(window))
-            scaler.step(optimizer)
-            scaler.update()
+    train_windows(job, zeroes=False)
 
 
 @known_bad("accumulation", causes=["accumulates-unasked"], on=["mlp/ddp/1x2/32", "mlp/none/1x1/32"])

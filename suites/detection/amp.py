@@ -6,15 +6,10 @@ import torch
 import torch.distributed as dist
 from base_trainer import BaseTrainer, ManualAverage
 from expect import any_check, failing, known_bad
-from loop import alone, average, ddp, loader, own_scaler, train_scaled
+from loop import alone, average, ddp, loader, own_scaler, train_scaled, wrapped
 
 HALF = ["mlp/ddp/1x2/16", "mlp/none/1x1/16", "lm-tokens/ddp/1x3/16"]
 OVERFLOW = ["overflow/ddp/1x2/16", "overflow/ddp/1x3/16"]
-
-
-def wrapped(job):
-    """Return the job's model, under DDP if there is more than one rank."""
-    return ddp(job) if job.world_size > 1 else job.model()
 
 
 @known_bad("amp", causes=["loss-scale-left-in"], on={**any_check(*HALF), "mlp/ddp/1x2/16": "gradients"})

@@ -187,8 +187,7 @@ def shards_summed_not_averaged(job):
     model = sharded(job)
     model.set_gradient_divide_factor(1.0)
     model.set_force_sum_reduction_for_comms(True)  # gloo knows no other way not to divide
-    optimizer = job.optimizer(model.parameters())
-    train(job, model, optimizer)
+    train(job, model)
 
 
 @known_bad("averaging", causes=["averaged-twice"], on=["mlp/fsdp/1x2/32", "mlp/fsdp/1x3/64"])

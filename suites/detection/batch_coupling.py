@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from base_trainer import BaseTrainer, DeviceReplicas
 from expect import any_check, failing, known_bad, known_good
-from loop import alone, average, ddp, loader, replicas, train
+from loop import alone, average, ddp, loader, replicas, train, wrapped
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -81,7 +81,7 @@ def targets_without_the_ranks_offset(job):
 )
 def each_device_its_own_negatives(job):
     """Both dp and ddp2 gather the outputs before the loss; here every device takes the loss of its own part."""
-    model = ddp(job) if job.world_size > 1 else job.model()
+    model = wrapped(job)
     inner = model.module if job.world_size > 1 else model
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -128,8 +128,7 @@ def sync_batchnorm_with_a_local_backward(job):
             layer.forward = lambda x, layer=layer: _CombinedForwardLocalBackward.apply(
                 x, layer.weight, layer.bias, layer.eps
             )
-    optimizer = job.optimizer(model.parameters())
-    train(job, model, optimizer)
+    train(job, model)
 
 
 @known_bad("batch-coupling", causes=["statistics-shared-forward-only"], on=BATCHNORM)
@@ -139,8 +138,7 @@ def sync_batchnorm_without_gradient(job):
     for layer in model.modules():
         if isinstance(layer, nn.BatchNorm2d):
             layer.forward = lambda x, layer=layer: normalise_by_all_ranks(x, layer)
-    optimizer = job.optimizer(model.parameters())
-    train(job, model, optimizer)
+    train(job, model)
 
 
 def normalise_by_all_ranks(x, layer):
@@ -160,9 +158,8 @@ def normalise_by_all_ranks(x, layer):
 )
 def left_in_evaluation_mode(job):
     """BatchNorm takes its running statistics in the place of the batch's."""
-    model = (ddp(job) if job.world_size > 1 else job.model()).eval()
-    optimizer = job.optimizer(model.parameters())
-    train(job, model, optimizer)
+    model = (wrapped(job)).eval()
+    train(job, model)
 
 
 @known_bad("batch-coupling", "buffers", causes=["in-evaluation-mode"], on=BATCHNORM)

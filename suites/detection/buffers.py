@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 from expect import any_check, failing, known_bad
-from loop import alone, average, ddp, loader, sharded, train
+from loop import alone, average, ddp, loader, sharded, train, wrapped
 from otherwise import floating, with_own_buffers
 
 CELLS = ["cnn-batchnorm/ddp/1x2/32", "cnn-batchnorm/ddp/1x3/64"]
@@ -14,8 +14,7 @@ CELLS = ["cnn-batchnorm/ddp/1x2/32", "cnn-batchnorm/ddp/1x3/64"]
 def never_broadcast(job):
     """Every rank keeps running statistics of its own samples, for ever."""
     model = ddp(job, broadcast_buffers=False)
-    optimizer = job.optimizer(model.parameters())
-    train(job, model, optimizer)
+    train(job, model)
 
 
 @known_bad(
@@ -24,14 +23,13 @@ def never_broadcast(job):
 def averaged_by_hand_without_buffers(job):
     """A trainer that averages gradients by hand and never thinks of buffers."""
     model = alone(job)
-    optimizer = job.optimizer(model.parameters())
-    train(job, model, optimizer, after_backward=average)
+    train(job, model, after_backward=average)
 
 
 @known_bad("buffers", causes=["buffers-updated-otherwise"], on=[*CELLS, "cnn-batchnorm/none/1x1/32"])
 def reset_in_every_epoch(job):
     """Running statistics begin anew with each epoch."""
-    model = ddp(job) if job.world_size > 1 else job.model()
+    model = wrapped(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
         for layer in model.modules():
@@ -46,7 +44,7 @@ def reset_in_every_epoch(job):
 @known_bad("buffers", causes=["statistics-updated-again"], on=[*CELLS, "cnn-batchnorm/none/1x1/32"])
 def updated_twice_a_step(job):
     """A second forward in training mode, to log a figure, updates the running statistics again."""
-    model = ddp(job) if job.world_size > 1 else job.model()
+    model = wrapped(job)
     inner = model.module if job.world_size > 1 else model
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -78,8 +76,7 @@ def summed_over_the_ranks(job):
 def left_alone_by_fully_shard(job):
     """As with ``never_broadcast``: fully_shard shares out weights, and nothing else."""
     model = sharded(job)
-    optimizer = job.optimizer(model.parameters())
-    train(job, model, optimizer)
+    train(job, model)
 
 
 @known_bad("buffers", causes=["buffers-broadcast"], on=CELLS, buffers="per-rank")

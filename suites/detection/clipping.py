@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from expect import any_check, failing, known_bad
-from loop import alone, average, ddp, loader, sharded
+from loop import alone, average, loader, sharded, wrapped
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 CELLS = ["clipping/ddp/1x2/32", "clipping-adamw/ddp/1x3/64", "clipping/none/1x1/32"]
@@ -14,7 +14,7 @@ DDP = ["clipping/ddp/1x2/32", "clipping-adamw/ddp/1x3/64"]
 
 def fit(job, clip):
     """Train rightly, with ``clip(parameters)`` between backward and step."""
-    model = ddp(job) if job.world_size > 1 else job.model()
+    model = wrapped(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
         for batch in loader(job, epoch):
@@ -31,7 +31,7 @@ def fit(job, clip):
 )
 def clipped_before_unscaling(job):
     """The norm that is clipped is that of the scaled gradient."""
-    model = ddp(job) if job.world_size > 1 else job.model()
+    model = wrapped(job)
     optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
     for epoch in range(job.epochs):
         for batch in loader(job, epoch):
@@ -65,7 +65,7 @@ def clipped_before_averaging(job):
 @known_bad("clipping", causes=["not-clipped"], on=CELLS)
 def clipped_after_the_step(job):
     """Clipping comes when the step is taken already."""
-    model = ddp(job) if job.world_size > 1 else job.model()
+    model = wrapped(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
         for batch in loader(job, epoch):

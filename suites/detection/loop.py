@@ -17,6 +17,11 @@ def ddp(job, **options):
     return DistributedDataParallel(job.model(), **options)
 
 
+def wrapped(job):
+    """Return the job's model, under DDP if there is more than one rank."""
+    return ddp(job) if job.world_size > 1 else job.model()
+
+
 def alone(job):
     """Join the process group and return the job's model as it is: gradients are averaged by hand."""
     torch.distributed.init_process_group(job.comm)
@@ -56,8 +61,9 @@ def average(job, model):
         parameter.grad /= job.world_size
 
 
-def train(job, model, optimizer, *, after_backward=lambda job, model: None):
-    """Step once for each batch of all epochs."""
+def train(job, model, optimizer=None, *, after_backward=lambda job, model: None):
+    """Step once for each batch of all epochs, by default with the job's optimizer."""
+    optimizer = job.optimizer(model.parameters()) if optimizer is None else optimizer
     for epoch in range(job.epochs):
         for batch in loader(job, epoch):
             job.loss(model(batch), batch).backward()
@@ -83,7 +89,7 @@ def own_scaler(job, *, first=2.0**16, factor=0.5, skip=None):
 
     ``skip(model, optimizer, scale)`` is what happens there, instead of saying so.
     """
-    model = ddp(job) if job.world_size > 1 else job.model()
+    model = wrapped(job)
     optimizer, scale = job.optimizer(model.parameters()), first
     skip = skip or (lambda model, optimizer, scale: job.skipped(optimizer, scale))
     for epoch in range(job.epochs):

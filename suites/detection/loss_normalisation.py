@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from base_trainer import BaseTrainer
 from expect import any_check, failing, known_bad
-from loop import average, ddp, loader, replicas, windows
+from loop import average, ddp, loader, replicas, windows, wrapped
 
 DEVICES = ["uneven/dp/1x2/32", "uneven/dp/1x3/64", "lm-tokens/dp/1x3/32", "lm-tokens/ddp2/2x2/32"]
 TOKENS = ["lm-tokens/none/1x1/32", "lm-tokens/ddp/1x2/32", "lm-tokens/ddp/1x3/64"]
@@ -13,7 +13,7 @@ TOKENS = ["lm-tokens/none/1x1/32", "lm-tokens/ddp/1x2/32", "lm-tokens/ddp/1x3/64
 
 def fit(job, loss):
     """Train rightly on ``loss(outputs, batch)``."""
-    model = ddp(job) if job.world_size > 1 else job.model()
+    model = wrapped(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
         for batch in loader(job, epoch):
@@ -100,7 +100,7 @@ def divided_by_the_global_batch(job):
 )
 def mean_of_each_devices_mean(job):
     """Dp and ddp2 promise the loss of the gathered outputs; this is the mean of the devices' losses."""
-    model = ddp(job) if job.world_size > 1 else job.model()
+    model = wrapped(job)
     inner = model.module if job.world_size > 1 else model
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -132,7 +132,7 @@ def last_batch_divided_by_the_full_size(job):
 )
 def token_count_passed_and_not_used(job):
     """The model was to divide by the window's tokens and does not; nobody divides by the micro-batches any more."""
-    model = ddp(job) if job.world_size > 1 else job.model()
+    model = wrapped(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
         for window in windows(job, epoch):
@@ -150,7 +150,7 @@ def token_count_passed_and_not_used(job):
 )
 def tokens_of_the_window_and_divided_again(job):
     """Losses are divided by the tokens of the whole window, and by the number of micro-batches as well."""
-    model = ddp(job) if job.world_size > 1 else job.model()
+    model = wrapped(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
         for window in windows(job, epoch):
@@ -183,7 +183,7 @@ def tokens_of_all_ranks_averaged_again(job):
 
 def fit_in_half(job, factor):
     """Train in 16 bits on the loss times a factor so near to one that 16 bits hide it in every single tensor."""
-    model = ddp(job) if job.world_size > 1 else job.model()
+    model = wrapped(job)
     optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
     for epoch in range(job.epochs):
         for batch in loader(job, epoch):

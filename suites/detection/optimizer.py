@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from base_trainer import BaseTrainer, ManualAverage
 from expect import any_check, failing, known_bad
-from loop import alone, average, ddp, loader, mesh_of, train, windows
+from loop import alone, average, ddp, loader, mesh_of, train, windows, wrapped
 from torch.distributed.fsdp import fully_shard
 
 from plumbline import Part
@@ -18,11 +18,6 @@ PLAIN = [*FLOAT32, "mlp/none/1x1/bf16-true"]
 MOMENTUM = ["cnn-batchnorm/none/1x1/32", "cnn-batchnorm/ddp/1x2/64"]
 SEVERAL = ["several-optimizers/none/1x1/32", "several-optimizers/ddp/1x2/32"]
 SCHEDULE = ["schedule/none/1x1/32", "schedule/ddp/1x2/32"]
-
-
-def wrapped(job):
-    """Return the job's model, under DDP if there is more than one rank."""
-    return ddp(job) if job.world_size > 1 else job.model()
 
 
 @known_bad(
@@ -83,8 +78,7 @@ def schedule_never_stepped(job):
 def no_schedule_at_all(job):
     """The schedule is not even made: the rate is the optimizer's own."""
     model = wrapped(job)
-    optimizer = job.optimizer(model.parameters())
-    train(job, model, optimizer)
+    train(job, model)
 
 
 @known_bad("optimizer", causes=["schedule-stepped-first"], on=SCHEDULE)
@@ -278,8 +272,7 @@ def frozen_layers_thawed(job):
     if job.world_size > 1:
         torch.distributed.init_process_group(job.comm)
         model = torch.nn.parallel.DistributedDataParallel(model)
-    optimizer = job.optimizer(model.parameters())
-    train(job, model, optimizer)
+    train(job, model)
 
 
 @known_bad(

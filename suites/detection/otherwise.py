@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from loop import ddp, loader
+from loop import ddp, loader, wrapped
 from torch.utils.data import DataLoader, DistributedSampler
 
 
@@ -22,7 +22,7 @@ def by_iterations(job, draw=None, divisor=None, steps=None, accumulate=None):
 
     What is left out is right.
     """
-    model = ddp(job) if job.world_size > 1 else job.model()
+    model = wrapped(job)
     optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
     accumulate = accumulate or job.accumulate
     generator = seeded(job)

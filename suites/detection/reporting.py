@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from loop import ddp, windows
+from loop import windows, wrapped
 
 
 def shared(job, total, count):
@@ -57,7 +57,7 @@ def fit(job, *, evaluate=evaluate, before_all=nothing, before_step=nothing, afte
     ``before_step(model)`` come when their names say; ``after_step(model, losses, sizes)`` and
     ``after_epoch(losses, sizes)`` are told what each batch of the window, or of the epoch, gave.
     """
-    model = ddp(job) if job.world_size > 1 else job.model()
+    model = wrapped(job)
     inner = model.module if job.world_size > 1 else model
     due = due or (lambda number, last: job.validate_every and number % job.validate_every == 0)
     optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from loop import ddp, loader
+from loop import loader, wrapped
 
 
 class Run:
@@ -11,7 +11,7 @@ class Run:
 
     def __init__(self, job):
         self.job = job
-        self.model = ddp(job) if job.world_size > 1 else job.model()
+        self.model = wrapped(job)
         self.bare = self.model.module if job.world_size > 1 else self.model
         self.optimizer = job.optimizer(self.bare.parameters())
         self.scheduler, self.scaler = job.scheduler(self.optimizer), job.grad_scaler()

@@ -8,7 +8,21 @@ import reporting
 import torch
 import torch.distributed as dist
 from expect import known_good
-from loop import alone, average, ddp, loader, mesh_of, own_scaler, replicas, sharded, train, train_scaled, windows, zero
+from loop import (
+    alone,
+    average,
+    ddp,
+    loader,
+    mesh_of,
+    own_scaler,
+    replicas,
+    sharded,
+    train,
+    train_scaled,
+    windows,
+    wrapped,
+    zero,
+)
 from otherwise import by_iterations, in_epochs, seeded, with_own_buffers
 from resumable import Run
 from torch import nn
@@ -86,7 +100,7 @@ def buffers_differ_after_the_forward(job):
 @known_good(on=["cnn-batchnorm/dp/1x2/32", "cnn-batchnorm/ddp2/2x2/64"], deviates=True)
 def statistics_of_each_replica(job):
     """Dp and ddp2: each device normalises its own chunk, and the loss is that of the gathered outputs."""
-    model = ddp(job) if job.world_size > 1 else job.model()
+    model = wrapped(job)
     inner = model.module if job.world_size > 1 else model
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -138,7 +152,7 @@ def uneven_last_batch(job):
 @known_good(on=["mlp/ddp/1x2/16", "mlp/none/1x1/16", "lm-tokens/none/1x1/16", "linear-exact/ddp/1x2/16"])
 def first_steps_skipped(job):
     """A loss scale that is too large at first: the scaler skips steps and halves it."""
-    model = ddp(job) if job.world_size > 1 else job.model()
+    model = wrapped(job)
     optimizer, scaler = job.optimizer(model.parameters()), torch.amp.GradScaler("cpu", init_scale=2.0**19)
     train_scaled(job, model, optimizer, scaler)
 
@@ -146,13 +160,13 @@ def first_steps_skipped(job):
 @known_good(on=["overflow/ddp/1x2/16", "overflow/ddp/1x3/16", "overflow/none/1x1/16"])
 def planned_overflow(job):
     """One rank overflows, and all skip: the infinity went round with the average."""
-    fit(job, ddp(job) if job.world_size > 1 else job.model())
+    fit(job, wrapped(job))
 
 
 @known_good(on=["overflow-schedule/ddp/1x2/16", "overflow-schedule/none/1x1/16"])
 def schedule_waits_for_a_skipped_step(job):
     """Where the step is skipped the schedule stands still."""
-    model = ddp(job) if job.world_size > 1 else job.model()
+    model = wrapped(job)
     optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
     scheduler = job.scheduler(optimizer)
     for epoch in range(job.epochs):
@@ -171,7 +185,7 @@ def schedule_waits_for_a_skipped_step(job):
 @known_good(on=["accumulation/ddp/1x2/32", "accumulation/ddp/1x3/64", "accumulation/none/1x1/32"])
 def synchronised_once_a_window(job):
     """``no_sync`` for all micro-batches but the last: fewer all-reduces, the same average."""
-    model = ddp(job) if job.world_size > 1 else job.model()
+    model = wrapped(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
         for window in windows(job, epoch):
@@ -247,7 +261,7 @@ def unused_parameters_looked_for(job):
 @known_good(on=["mlp/ddp/1x2/32", "mlp/none/1x1/32"])
 def gradients_zeroed_in_place(job):
     """Gradients are zeros between steps, not None."""
-    model = ddp(job) if job.world_size > 1 else job.model()
+    model = wrapped(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
         for batch in loader(job, epoch):
@@ -317,7 +331,7 @@ def one_state_advanced_differently(job):
 @known_good(on=["random-masks/dp/1x2/32", "random-masks/ddp2/2x2/64"])
 def replicas_draw_from_one_generator(job):
     """The devices of a process draw one after the other."""
-    model = ddp(job) if job.world_size > 1 else job.model()
+    model = wrapped(job)
     inner = model.module if job.world_size > 1 else model
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -335,7 +349,7 @@ SEVERAL = ["several-optimizers/ddp/1x2/32", "several-optimizers/ddp/1x3/64", "se
 @known_good(on=SEVERAL)
 def the_second_optimizer_first(job):
     """Both step after one backward, in the other order."""
-    model = ddp(job) if job.world_size > 1 else job.model()
+    model = wrapped(job)
     optimizers = job.optimizers(model.parameters())
     for epoch in range(job.epochs):
         for batch in loader(job, epoch):
@@ -348,7 +362,7 @@ def the_second_optimizer_first(job):
 @known_good(on=SEVERAL)
 def optimizers_take_turns(job):
     """Each has a pass of its own over the batch, the second one after the first has stepped."""
-    model = ddp(job) if job.world_size > 1 else job.model()
+    model = wrapped(job)
     optimizers = job.optimizers(model.parameters())
     for epoch in range(job.epochs):
         for batch in loader(job, epoch):
@@ -508,8 +522,7 @@ def activations_computed_once_more(job):
     if job.world_size > 1:
         dist.init_process_group(job.comm)
         model = nn.parallel.DistributedDataParallel(inner)
-    optimizer = job.optimizer(model.parameters())
-    train(job, model, optimizer)
+    train(job, model)
 
 
 REPORTED = ["metrics/none/1x1/32", "metrics/ddp/1x2/32", "metrics/ddp/1x3/16"]

@@ -206,5 +206,4 @@ def matrices_multiplied_in_shards(job):
 def matrices_multiplied_whole(job):
     """Muon where each rank has whole matrices."""
     model = ddp(job)
-    optimizer = job.optimizer(model.parameters())
-    train(job, model, optimizer)
+    train(job, model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from expect import any_check, known_bad
-from loop import average, ddp, loader, replicas
+from loop import average, ddp, loader, replicas, wrapped
 from torch.utils.checkpoint import checkpoint
 
 RANKS = ["random-masks/ddp/1x2/32", "random-masks/ddp/1x3/32"]
@@ -27,11 +27,6 @@ def fit(job, model, *, at_epoch=None, at_batch=None, after_batch=None):
             optimizer.zero_grad()
             if after_batch:
                 after_batch(number)
-
-
-def wrapped(job):
-    """Return the job's model, under DDP if there is more than one rank."""
-    return ddp(job) if job.world_size > 1 else job.model()
 
 
 @known_bad("rng", causes=["one-seed-on-all-ranks"], on={**any_check(*RANKS, *NODES), "random-masks/ddp/1x3/32": "rng"})

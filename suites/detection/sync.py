@@ -67,8 +67,7 @@ def only_matrices_are_broadcast(job):
         dist.broadcast(parameter.data, 0)
         if parameter.dim() == 1 and job.rank > 0:
             torch.nn.init.normal_(parameter)
-    optimizer = job.optimizer(model.parameters())
-    train(job, model, optimizer, after_backward=average)
+    train(job, model, after_backward=average)
 
 
 @known_bad(
@@ -86,8 +85,7 @@ def biases_not_broadcast(job):
     for name, parameter in model.named_parameters():
         if job.rank > 0 and name.endswith("bias"):
             torch.nn.init.normal_(parameter)
-    optimizer = job.optimizer(model.parameters())
-    train(job, model, optimizer, after_backward=average)
+    train(job, model, after_backward=average)
 
 
 @known_bad("sync", causes=["not-broadcast"], on=["mlp/ddp/1x2/32", "mlp/ddp/1x4/64", "cnn-batchnorm/ddp/1x3/32"])
@@ -96,8 +94,7 @@ def every_rank_its_own_weights(job):
     model = alone(job)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    optimizer = job.optimizer(model.parameters())
-    train(job, model, optimizer, after_backward=average)
+    train(job, model, after_backward=average)
 
 
 @known_bad(
@@ -245,8 +242,7 @@ def last_rank_left_out(job):
 def sharded_on_each_node_alone(job):
     """The mesh is the node's: its ranks share out a model of their own."""
     model = fully_shard(job.model(), mesh=mesh_of(job)["gpu"])
-    optimizer = job.optimizer(model.parameters())
-    train(job, model, optimizer)
+    train(job, model)
 
 
 @known_bad("sync", "optimizer", causes=["parameter-not-in-optimizer"], on=["mlp/fsdp/1x2/32", "mlp/fsdp/1x3/64"])
@@ -254,8 +250,7 @@ def shards_never_synchronised(job):
     """Gradients are kept for a last micro-batch that never comes: the shards have none."""
     model = sharded(job)
     model.set_requires_gradient_sync(False)
-    optimizer = job.optimizer(model.parameters())
-    train(job, model, optimizer)
+    train(job, model)
 
 
 @known_bad("sync", causes=["not-synchronised"], on=["mlp/zero/1x2/32", "mlp/zero/1x3/64", "linear-exact/zero/1x4/32"])

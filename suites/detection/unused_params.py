@@ -29,8 +29,7 @@ def bucket_left_unreduced_in_the_last_step(job):
 def ddp_not_told_of_unused_parameters(job):
     """The same where it is not the last step: DDP raises at the next forward."""
     model = ddp(job)
-    optimizer = job.optimizer(model.parameters())
-    train(job, model, optimizer)
+    train(job, model)
 
 
 @known_bad(
@@ -185,13 +184,11 @@ def averages_what_was_trained_at_first(job):
 def ddp_not_told_of_a_layer_that_thaws(job):
     """A bucket waits for the frozen layer: DDP raises at the next forward."""
     model = ddp(job)
-    optimizer = job.optimizer(model.parameters())
-    train(job, model, optimizer)
+    train(job, model)
 
 
 @known_bad("unused-params", "sync", causes=["graph-not-static"], on=THAWED)
 def ddp_told_that_the_graph_is_static(job):
     """DDP learns from the first step what is used; the layer that thaws is used from the second epoch on."""
     model = ddp(job, static_graph=True)
-    optimizer = job.optimizer(model.parameters())
-    train(job, model, optimizer)
+    train(job, model)
