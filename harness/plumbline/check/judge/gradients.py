@@ -10,18 +10,7 @@ from plumbline.check.evidence.training import Facts, RecordedTraining
 from plumbline.check.judge.clipped_masters import up_to_clipping
 from plumbline.check.judge.exchanges import with_losses, with_shared_loss, with_stages
 from plumbline.check.judge.joint_truth import BY_ELIMINATION, JointTruth
-from plumbline.check.judge.judged_gradients import (
-    ALIKE_PARTS,
-    DISTRIBUTED,
-    IN_PARTS,
-    NOT_FINITE,
-    NOT_FOLLOWED,
-    OWN_VALUES,
-    REDUCED_IN_STEP,
-    STEPPED_ALONE,
-    ZERO,
-    judged_gradients,
-)
+from plumbline.check.judge.judged_gradients import IN_PARTS, REASONS, REDUCED_IN_STEP, judged_gradients
 from plumbline.check.judge.manual_edits import excuse_manual_edits
 from plumbline.check.judge.noted import headline_note, information, name_ranks, not_judged, steps_within_passes
 from plumbline.check.judge.precision_used import OBSERVER as PRECISION
@@ -37,7 +26,7 @@ from plumbline.judge.findings import Information, failed_with_hint, with_hint
 from plumbline.judge.hypothesis import Hypothesis, holds, register
 from plumbline.judge.oracle.noise import PROJECTION_MARGIN, Deviation
 from plumbline.judge.truth import RIGHT, GradientEvidence, Truth
-from plumbline.replay.reasons import FLAT_PARTS, STALE
+from plumbline.replay.reasons import STALE
 from plumbline.report.text import listed
 
 CHECK = "gradients"
@@ -494,19 +483,7 @@ def _why_none(training: RecordedTraining, unjudged: Mapping[str, Sequence[Receiv
         return f"only {len(training.ranks)} of {training.world_size} ranks recorded steps"
     if not unjudged:
         return _why_no_case(training)
-    reasons = (
-        REDUCED_IN_STEP,
-        STEPPED_ALONE,
-        DISTRIBUTED,
-        FLAT_PARTS,
-        ALIKE_PARTS,
-        IN_PARTS,
-        OWN_VALUES,
-        NOT_FINITE,
-        ZERO,
-        NOT_FOLLOWED,
-    )
-    return next(why for why in reasons if why in unjudged)
+    return next(why for why in REASONS if why in unjudged)
 
 
 def _why_no_case(training: RecordedTraining) -> str:

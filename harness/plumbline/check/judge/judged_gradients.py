@@ -33,11 +33,14 @@ REDUCED_IN_STEP = (
     "the optimizer's step communicates. Each rank steps with its own gradients, but all ranks hold the same weights "
     "afterwards; whether the step averages gradients is not known"
 )
-
-
 STEPPED_ALONE = (
     "each rank steps other parameters of the model, with its own gradients, and does not get the updates of other ranks"
 )
+REASONS = (
+    REDUCED_IN_STEP, STEPPED_ALONE, DISTRIBUTED, FLAT_PARTS, ALIKE_PARTS, IN_PARTS, OWN_VALUES, NOT_FINITE, ZERO,
+    NOT_FOLLOWED,
+)  # fmt: skip
+"""Why gradients cannot be judged; of several reasons, the first one is told."""
 
 
 _Received = tuple[ReceivedGradient, StepOfRanks[RecordedStep]]
