@@ -6,7 +6,7 @@ import copy
 
 import torch
 import torch.distributed as dist
-from base_trainer import BaseTrainer, ManualAverage
+from base_trainer import BaseTrainer, ManualAverage, OptimizerList
 from expect import any_check, failing, known_bad
 from loop import alone, average, ddp, loader, mesh_of, train, windows, wrapped
 from torch.distributed.fsdp import fully_shard
@@ -312,12 +312,7 @@ def parameters_in_both_optimizers(job):
     model = wrapped(job)
     first, second = job.optimizers(model.parameters())
     second.add_param_group({"params": first.param_groups[0]["params"]})
-    for epoch in range(job.epochs):
-        for batch in loader(job, epoch):
-            job.loss(model(batch), batch).backward()
-            first.step()
-            second.step()
-            model.zero_grad()
+    train(job, model, OptimizerList([first, second]))
 
 
 @known_bad("optimizer", causes=["optimizers-exchanged"], on=SEVERAL)
@@ -327,12 +322,7 @@ def optimizers_change_places(job):
     first, second = job.optimizers(model.parameters())
     for left, right in zip(first.param_groups, second.param_groups, strict=True):
         left["params"], right["params"] = right["params"], left["params"]
-    for epoch in range(job.epochs):
-        for batch in loader(job, epoch):
-            job.loss(model(batch), batch).backward()
-            first.step()
-            second.step()
-            model.zero_grad()
+    train(job, model, OptimizerList([first, second]))
 
 
 @known_bad("optimizer", causes=["optimizers-exchanged"], on=SEVERAL)
@@ -341,11 +331,7 @@ def one_optimizer_for_all(job):
     model = wrapped(job)
     first, second = job.optimizers(model.parameters())
     first.add_param_group({"params": second.param_groups[0]["params"]})
-    for epoch in range(job.epochs):
-        for batch in loader(job, epoch):
-            job.loss(model(batch), batch).backward()
-            first.step()
-            first.zero_grad()
+    train(job, model, first)
 
 
 @known_bad(
