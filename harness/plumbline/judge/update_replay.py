@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from plumbline.core.precision import Precision
 from plumbline.evidence.trace import RankTrace, Step, Tensors
 from plumbline.judge.oracle.noise import Deviation, PartialSums, distance, in_noise, largest, limit, rounding_unit
-from plumbline.judge.oracle.oracle import Optimizers, Oracle
+from plumbline.judge.oracle.oracle import Optimizers, Oracle, in_order_of
 from plumbline.judge.trace_analysis import TraceAnalysis
 
 Intervention = Callable[[int, Oracle, Optimizers], None]
@@ -181,7 +181,8 @@ class _Blocks:
         split = {name: self._split(value) for name, value in self._whole.items()}
         self._parts = [{n: nn.Parameter(blocks[r]) for n, blocks in split.items() if r < len(blocks)}
                        for r in range(size)]  # fmt: skip
-        self._optimizers = [analysis.workload.optimizers(list(part.values())) for part in self._parts if part]
+        stepped = [list(part.values()) for part in self._parts if part]
+        self._optimizers = [in_order_of(each, analysis.workload.optimizers(each)) for each in stepped]
 
     def after(self, step: Step) -> Tensors:
         with torch.no_grad():

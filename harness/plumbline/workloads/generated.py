@@ -140,7 +140,9 @@ class Generated(Plain):
         return _LOSSES[self.recipe.loss](outputs, batch)
 
     def optimizers(self, params: Iterable[Any]) -> list[torch.optim.Optimizer]:
-        return list(_optimizers(self.recipe.optimizer, list(params)))
+        every = _optimizers(self.recipe.optimizer, list(params))
+        # A GradScaler raises if an optimizer has no gradient, and nobody makes one for frozen parameters alone.
+        return [one for one in every if any(own.requires_grad for group in one.param_groups for own in group["params"])]
 
     def samples(self, devices: int) -> int:
         size = self.global_batch_size(devices)

@@ -6,7 +6,7 @@ measures the error that rounding alone explains.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -24,7 +24,7 @@ from plumbline.workloads import Batch, Columns, Workload
 class Optimizers:
     """Optimizers that step together, each over its own part of the parameters; usually there is one.
 
-    ``after_step`` is called after each step.
+    ``every`` is in the order of the model, like the recorded learning rates. ``after_step`` is called after each step.
     """
 
     def __init__(self, every: Sequence[torch.optim.Optimizer], after_step: Callable[[], None]) -> None:
@@ -40,6 +40,19 @@ class Optimizers:
         for optimizer in self.every:
             optimizer.step()
         self._after_step()
+
+
+def in_order_of(
+    parameters: Iterable[nn.Parameter], optimizers: Iterable[torch.optim.Optimizer]
+) -> list[torch.optim.Optimizer]:
+    """Return optimizers in the order of their first parameters.
+
+    A workload can return them in another order: Muon for matrices comes before AdamW for a convolution.
+    """
+    place = {id(parameter): number for number, parameter in enumerate(parameters)}
+    return sorted(
+        optimizers, key=lambda one: min(place[id(own)] for group in one.param_groups for own in group["params"])
+    )
 
 
 class Oracle:
@@ -293,7 +306,8 @@ class Oracle:
             setattr(layer, attribute, value.to(dtype, copy=True))
 
     def optimizer(self) -> Optimizers:
-        return Optimizers(self.workload.optimizers(self.stepped.values()), self._round_masters)
+        stepped = list(self.stepped.values())
+        return Optimizers(in_order_of(stepped, self.workload.optimizers(stepped)), self._round_masters)
 
     def schedule(self, optimizers: Optimizers) -> Callable[..., None]:
         """Return the step function of the workload's schedules, which does nothing if there are none.
