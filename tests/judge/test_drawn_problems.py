@@ -50,6 +50,15 @@ PROBLEMS = {
         Recipe(layers=("tanh", "tanh"), optimizer="momentum", schedule="warm-up", batch_size=16, steps_per_epoch=2,
                epochs=2, interrupt_after=1),
     ),
+    "optimizers in another order than their parameters": (
+        "torch", "none", (1, 1), "32", Recipe(inputs="images", optimizer="muon", batch_size=2),
+    ),
+    "a block of a rank without matrices": (
+        "torch", "tp", (2, 1), "64", Recipe(loss="in-batch", optimizer="muon", batch_size=1, seed=1),
+    ),
+    "an optimizer of frozen parameters": (
+        "torch", "none", (1, 1), "16", Recipe(layers=("adapter",), optimizer="muon"),
+    ),
     "optimizers-that-lightning-leaves-to-its-users": (
         "lightning", "none", (1, 1), "32",
         replace(ALTERNATING, steps_per_epoch=3, epochs=2, schedule="warm-up", clip_norm=0.05, validate_every=2,

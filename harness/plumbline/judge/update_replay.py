@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from plumbline.core.precision import Precision
 from plumbline.evidence.trace import RankTrace, Step, Tensors
 from plumbline.judge.oracle.noise import Deviation, PartialSums, distance, in_noise, largest, limit, rounding_unit
-from plumbline.judge.oracle.oracle import Optimizers, Oracle, in_order_of
+from plumbline.judge.oracle.oracle import Optimizers, Oracle
 from plumbline.judge.trace_analysis import TraceAnalysis
 
 Intervention = Callable[[int, Oracle, Optimizers], None]
@@ -132,13 +132,17 @@ def weights_after(
     """
     oracle.load(before)
     oracle.set_gradients(gradients)
-    # Another check judges these rates; they are ignored if their number is not that of the groups.
-    if len(learning_rates) == len(optimizer.param_groups):
-        for group, rate in zip(optimizer.param_groups, learning_rates, strict=True):
-            group["lr"] = rate
+    set_rates(optimizer, learning_rates)
     with nullcontext() if parts is None else PartialSums(parts):
         optimizer.step()
     return oracle.weights()
+
+
+def set_rates(optimizer: Optimizers, learning_rates: Sequence[float]) -> None:
+    """Set the rates of all groups. Rates of another number are ignored: another check judges them."""
+    if len(learning_rates) == len(optimizer.param_groups):
+        for group, rate in zip(optimizer.param_groups, learning_rates, strict=True):
+            group["lr"] = rate
 
 
 WAYS = (torch.chunk, torch.tensor_split)
@@ -181,8 +185,11 @@ class _Blocks:
         split = {name: self._split(value) for name, value in self._whole.items()}
         self._parts = [{n: nn.Parameter(blocks[r]) for n, blocks in split.items() if r < len(blocks)}
                        for r in range(size)]  # fmt: skip
-        stepped = [list(part.values()) for part in self._parts if part]
-        self._optimizers = [in_order_of(each, analysis.workload.optimizers(each)) for each in stepped]
+        names = {id(parameter): name for name, parameter in analysis.oracle.stepped.items()}
+        self._optimizers = [analysis.oracle.optimizer() for _ in self._parts]
+        for part, optimizer in zip(self._parts, self._optimizers, strict=True):
+            for group in optimizer.param_groups:  # empty if the rank has no block of its parameters
+                group["params"] = [part[name] for p in group["params"] if (name := names[id(p)]) in part]
 
     def after(self, step: Step) -> Tensors:
         with torch.no_grad():
@@ -190,12 +197,9 @@ class _Blocks:
                 block.copy_(self._split(step.before[name])[rank])
                 gradient = step.gradients.get(name)
                 block.grad = None if gradient is None else self._split(gradient.to(block.dtype))[rank].clone()
-        for optimizers in self._optimizers:
-            rates = iter(step.learning_rates)
-            for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-                group["lr"] = next(rates, group["lr"])
-            for optimizer in optimizers:
-                optimizer.step()
+        for optimizer in self._optimizers:
+            set_rates(optimizer, step.learning_rates)
+            optimizer.step()
         return {name: value.double() for name, value in self._whole.items()}
 
     def _each(self) -> Iterator[tuple[int, str, nn.Parameter]]:
