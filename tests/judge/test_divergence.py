@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from plumbline.core.finding import VACUOUS
 from plumbline.core.outcome import Outcome
 from plumbline.evidence.trace import MicroBatch, RankTrace, Step, Trace
 from plumbline.judge.oracle.oracle import Oracle, mean_gradient
@@ -50,10 +51,11 @@ def trained(workload, cell, factor=1.0):
     return tuple(steps)
 
 
-def judged(simulation, cell_of, workload, factor=1.0):
-    """The findings about such a training."""
+def judged(simulation, cell_of, workload, factor=1.0, error=""):
+    """The findings about such a training, which ends with an ``error``."""
     cell = cell_of(workload.name, "none", "1x1", "32")
-    return simulation.judge(Trace((RankTrace(0, 1, trained(workload, cell, factor)),)), workload, cell)
+    rank = RankTrace(0, 1, trained(workload, cell, factor), error=error, failed_at=1.0 if error else None)
+    return simulation.judge(Trace((rank,)), workload, cell)
 
 
 def test_zeros_that_clipping_by_an_infinite_norm_leaves_are_no_accusation(simulation, cell_of):
@@ -81,3 +83,28 @@ def test_what_is_wrong_before_it_diverges_is_named(simulation, cell_of):
     found = judged(simulation, cell_of, Diverging(), factor=2.0)["gradients"]
     assert found.outcome is Outcome.FAILED
     assert found.step == 0
+
+
+STOPPED = "RuntimeError: Loss is not finite"
+
+
+def test_a_trainer_that_stops_where_its_training_diverges_is_not_accused(simulation, cell_of):
+    findings = judged(simulation, cell_of, Diverging(), error=STOPPED)
+    assert not [one for one in findings.values() if one.outcome is Outcome.FAILED]
+    assert findings["launch"].message.startswith(VACUOUS)
+    assert "the training diverges" in findings["launch"].message
+    assert STOPPED in findings["launch"].message
+
+
+def test_what_is_wrong_before_a_trainer_stops_is_named(simulation, cell_of):
+    assert judged(simulation, cell_of, Diverging(), factor=2.0, error=STOPPED)["gradients"].step == 0
+
+
+def test_a_trainer_that_raises_in_a_training_that_does_not_diverge_is_accused(simulation, cell_of):
+    class Plain(Generated):
+        name = "plain"
+        recipe = Recipe(steps_per_epoch=2)
+
+    found = judged(simulation, cell_of, Plain(), error=STOPPED)["launch"]
+    assert found.cause == "raised"
+    assert not found.message.startswith(VACUOUS)

@@ -132,6 +132,8 @@ def test_evidence_that_is_not_whole_is_left_to_what_broke_it():
     held = [{"weight": shard} for shard in shards]
     raised = launch(held[0], {}, held[2], error="ValueError: no", failed_at=1.0)
     assert joined(raised) is raised
+    stopped = joined(launch(*held, error="ValueError: no", failed_at=1.0))
+    assert all(step.before["weight"].shape == SHAPE for rank in stopped.ranks for step in rank.steps)
     died = replace(launch(*held[:2]), exits={2: Exit(Outcome.CRASHED, "killed by signal 9")})
     assert joined(died) is died
 

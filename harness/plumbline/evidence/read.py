@@ -146,16 +146,24 @@ PARTS = ("before", "gradients", "after", "held_back")
 def whole_tensors(trace: Trace, store: Path) -> Trace:
     """Return a launch's trace with whole tensors instead of shards and references to the tensor store.
 
-    An incomplete trace is returned unchanged, because it is not judged.
+    An incomplete trace whose parts do not fit is returned unchanged: how the launch ended says why.
 
     Raises:
         TraceError: shards are missing, overlap, or are not parts of one tensor, or the store is damaged; the message
             names it.
     """
     values = (value for rank in trace.ranks for part in rank.tensor_sets for value in part.values())
-    if not trace.is_whole or not any(isinstance(value, Shard | StoredTensor) for value in values):
+    if not any(isinstance(value, Shard | StoredTensor) for value in values):
         return trace
-    assembly = _Assembly(store)
+    try:
+        return _with_whole_tensors(trace, _Assembly(store))
+    except TraceError:
+        if trace.is_whole:
+            raise
+        return trace
+
+
+def _with_whole_tensors(trace: Trace, assembly: _Assembly) -> Trace:
     steps = {rank.rank: list(rank.steps) for rank in trace.ranks}
     for number in range(max(map(len, steps.values()))):
         present = {rank: own[number] for rank, own in steps.items() if number < len(own)}

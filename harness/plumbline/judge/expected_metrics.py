@@ -268,10 +268,26 @@ class LossTable:
         return [] if losses is None else [float(losses.mean())]
 
     def error(self, report: ReportedValue, value: float) -> float:
-        """Return how far a report is from a value, in × noise; infinite for NaN."""
+        """Return how far a report is from a value, in × noise; infinite for NaN, unless one device overflows too."""
+        if not math.isfinite(report.value) and self._overflows(report):
+            return 0.0
         error = abs(report.value - value)
         noise = self.noise[report.name].at(report.name, self.unit(value))
         return in_noise(error if math.isfinite(error) else math.inf, noise)
+
+    def _overflows(self, report: ReportedValue) -> bool:
+        """Return whether one device's mean is out of range as well, in the cell's precision at the same weights."""
+        oracle = self.analysis.cell_oracle
+        if report.name == HELD_OUT:
+            weights, data, buffers = self.weights(report.position[0]), oracle.held_out, self._buffers(report.position)
+            assert weights is not None  # a report after the last step is not judged
+            oracle.load(weights)
+            return not bool(oracle.evaluation_loss(data, range(len(data)), buffers, training=False).isfinite())
+        for step in {share.step for window in self.windows(report, RIGHT[TRAINING]) for share in window}:
+            self.analysis.load_step(oracle, self.analysis.steps[step])
+            if not bool(_mean(oracle, self._layouts[step]).isfinite()):
+                return True
+        return False
 
     @cached_property
     def noise(self) -> dict[str, NoiseScale]:

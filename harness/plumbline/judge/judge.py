@@ -76,17 +76,37 @@ def _of_subject(analysis: TraceAnalysis) -> list[Finding]:
     """
     trace, cell = analysis.whole_trace, analysis.cell
     broken = launch(trace, cell)
-    if broken is not None:
-        explained = explain(broken, LaunchCase(broken, trace, cell))
-        return [replace(explained, message=f"{explained.message}\n{details(broken, trace)}".strip())]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(analysis.workload.seed)
+        if broken is not None:
+            explained = explain(broken, LaunchCase(broken, trace, cell))
+            ended = replace(explained, message=f"{explained.message}\n{details(broken, trace)}".strip())
+            return _stopped_by_divergence(ended, analysis) or [ended]
         findings = run_checks(analysis)
         if any(map(_is_of_numbers, findings)) and (step := _diverged_at(analysis)) is not None:
-            begun = replace(trace, ranks=tuple(replace(rank, steps=rank.steps[:step]) for rank in trace.ranks))
-            until = TraceAnalysis(begun, analysis.workload, cell, analysis.behavior)
+            until = _until(step, analysis)
             findings = [_before(step, one, until) if _is_of_numbers(one) else one for one in findings]
     return with_hung_ranks(findings, trace) if trace.hung else findings
+
+
+def _stopped_by_divergence(ended: Finding, analysis: TraceAnalysis) -> list[Finding]:
+    """Return the findings about a trainer that raised when its training diverged; empty if one device does not diverge.
+
+    Some trainers, such as torchtitan's, refuse to go on with a loss that is not finite. The steps before are judged.
+    """
+    if not any(rank.error for rank in analysis.whole_trace.ranks) or (step := _diverged_at(analysis)) is None:
+        return []
+    until = _until(step, analysis)
+    return [
+        Finding("launch", Outcome.ERRORED, f"{_diverges(step, until)}\n{ended.message}", step=step),
+        *(one for check in BY_STEP for one in _failed_before(check, until)),
+    ]
+
+
+def _until(step: int, analysis: TraceAnalysis) -> TraceAnalysis:
+    trace = analysis.whole_trace
+    begun = replace(trace, ranks=tuple(replace(rank, steps=rank.steps[:step]) for rank in trace.ranks))
+    return TraceAnalysis(begun, analysis.workload, analysis.cell, analysis.behavior)
 
 
 def _is_of_numbers(finding: Finding) -> bool:
@@ -95,35 +115,42 @@ def _is_of_numbers(finding: Finding) -> bool:
 
 
 def _diverged_at(analysis: TraceAnalysis) -> int | None:
-    """Return the first step at which one device's gradient, or the norm that clips it, is not finite either.
+    """Return the first step at which one device's gradient, or its norm, is out of range too.
 
     Both are computed at the subject's own weights. None if there is none, or if the loss is scaled: then overflows come
     from the scale, and their steps are skipped.
     """
     with suppress(Exception):  # nothing can be computed from this evidence: the checks have reported that
         oracle = analysis.cell_oracle
-        longest = math.sqrt(torch.finfo(oracle.dtype).max)  # clipping by a larger norm leaves zeros
+        # A larger norm is infinite. Clipping by it leaves zeros, or NaN if the limit is infinite too, as in torchtitan.
+        longest = math.sqrt(torch.finfo(oracle.dtype).max)
         for step in analysis.steps_taken:
             if step.ranks[0].scale or not is_finite(step.ranks[0].before):
                 break
             analysis.load_step(oracle, step)
             if not is_finite(oracle.gradient(analysis.layouts[step.index])):
                 return step.index
-            if analysis.workload.clip_norm is not None and length(analysis.expected[step.index].raw) > longest:
+            if length(analysis.expected[step.index].raw) > longest:
                 return step.index
     return None
 
 
 def _before(step: int, finding: Finding, until: TraceAnalysis) -> Finding:
     if finding.check in BY_STEP:
-        for earlier in run_check(finding.check, CHECKS[TraceAnalysis][finding.check], until):
-            if earlier.outcome is Outcome.FAILED:
-                return earlier
-    vacuous = (
+        for earlier in _failed_before(finding.check, until):
+            return earlier
+    return Finding(finding.check, Outcome.ERRORED, _diverges(step, until), step=step)
+
+
+def _failed_before(check: str, until: TraceAnalysis) -> Iterator[Finding]:
+    yield from (one for one in run_check(check, CHECKS[TraceAnalysis][check], until) if one.outcome is Outcome.FAILED)
+
+
+def _diverges(step: int, until: TraceAnalysis) -> str:
+    return (
         f"{VACUOUS}: the training diverges. In precision {until.cell.precision} on one device, the gradient at step "
-        f"{step}, or the norm that clips it, is not finite either; lower the learning rate, or clip gradients"
+        f"{step}, or its norm, is out of range too; lower the learning rate, or clip gradients"
     )
-    return Finding(finding.check, Outcome.ERRORED, vacuous, step=step)
 
 
 NONE: Collection[str | None] = {None, UNEXPLAINED}
