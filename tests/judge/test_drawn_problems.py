@@ -56,6 +56,10 @@ PROBLEMS = {
     "a block of a rank without matrices": (
         "torch", "tp", (2, 1), "64", Recipe(loss="in-batch", optimizer="muon", batch_size=1, seed=1),
     ),
+    "a loss that overflows while its gradient does not": (
+        "torch", "ddp", (1, 3), "32",
+        Recipe(layers=("adapter",), loss="squares", batch_size=10, steps_per_epoch=2, epochs=2, left_out=2, seed=356),
+    ),
     "an optimizer of frozen parameters": (
         "torch", "none", (1, 1), "16", Recipe(layers=("adapter",), optimizer="muon"),
     ),
