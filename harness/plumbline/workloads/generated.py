@@ -93,7 +93,12 @@ class Generated(Plain):
         cls.validate_every, cls.interrupt_after = made.validate_every, made.interrupt_after
         cls.gloo_only = "all-reduce sparse gradients" if made.inputs == "sparse-tokens" else None
         cls.warm_up = None if made.schedule == "none" else (2, 0.8)
-        cls.needs_epochs = None if made.shuffle and not made.left_out else "needs the order and the end of an epoch"
+        if not made.shuffle or made.left_out:
+            cls.needs_epochs = "needs the order and the end of an epoch"
+        elif made.steps_per_epoch < made.accumulate:  # one step would use samples again
+            cls.needs_epochs = "needs windows that end with an epoch"
+        else:
+            cls.needs_epochs = None
 
     def build(self) -> nn.Module:
         model = _Model(self.recipe)
