@@ -314,6 +314,20 @@ def test_a_trainer_whose_ranks_cannot_share_a_device_is_refused_on_shared_ones()
     assert not any(one.refusal for one in plan(replace(asked, shared=None), [mine]) if one.cell.backend == "ddp")
 
 
+def test_a_smaller_last_batch_is_refused_to_a_trainer_that_needs_equal_ones(monkeypatch):
+    mlp = WORKLOADS["mlp"]
+    whole = mlp.global_batch_size(2)
+    monkeypatch.setattr(type(mlp), "samples", lambda self, devices: whole + whole // 2)
+    subjects = [
+        declared("any", backends=("pp",)),
+        replace(declared("equal", backends=("pp",)), behavior=TrainingBehavior(batches="equal")),
+    ]
+    asked = Matrix(2, workloads=("mlp",), precisions=("32",))
+    refused = {one.cell.subject: one.refusal for one in plan(asked, subjects) if one.cell.backend == "pp"}
+    assert refused["any"] is None
+    assert f"a last batch of {whole // 2} samples" in refused["equal"]
+
+
 def test_a_workload_that_needs_a_capability_is_refused_to_those_without(monkeypatch):
     monkeypatch.setattr(type(WORKLOADS["mlp"]), "needs", frozenset({"clipping"}))
     subjects = [declared("plain"), declared("clips", capabilities=["clipping"])]

@@ -14,6 +14,7 @@ CHOICES = {
     "model": ("job", "adapters"),
     "gradients": ("weights", "float32"),
     "devices": ("shared", "own"),
+    "batches": ("any", "equal"),
 }
 """The values of each declaration. The first is the default."""
 
@@ -41,6 +42,7 @@ class TrainingBehavior:
     max_stages: int | None = None
     divides: tuple[str, ...] = ()
     devices: str = "shared"
+    batches: str = "any"
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
@@ -90,6 +92,10 @@ class TrainingBehavior:
     @property
     def needs_own_devices(self) -> bool:
         return self.devices == "own"
+
+    @property
+    def needs_equal_batches(self) -> bool:
+        return self.batches == "equal"
 
     def shuffles(self, asked: bool) -> bool:
         """Return whether the order of samples changes each epoch; ``asked`` is ``job.shuffle``."""

@@ -75,7 +75,8 @@ def problems(draw: st.DrawFn, declared: Sequence[Declaration], cells: Sequence[C
         pieces = len(cell.parallelism.replicas(cell.topology)) * cell.parallelism.micro_batches
         multiple = math.lcm(pieces, cell.topology.devices)
         batch_size = -(-recipe.batch_size // multiple) * multiple
-        left_out = min(recipe.left_out // multiple * multiple, batch_size - multiple)
+        whole = recipe.left_out // multiple * multiple
+        left_out = 0 if behavior.needs_equal_batches else min(whole, batch_size - multiple)
         recipe = replace(recipe, batch_size=batch_size, left_out=left_out)
     if recipe.accumulate > 1 and recipe.loss not in OVER_SAMPLES:
         # Micro-batches of different sizes may have equal weights, or weights by size. Either is right.

@@ -104,6 +104,8 @@ class Declaration:
             return f"{cell.workload} has only {workload.experts} experts for {cell.processes} ranks"
         if uneven := _why_uneven(cell, workload, self.behavior.divides):
             return f"{uneven}; {self.name} declares divides={list(self.behavior.divides)}"
+        if self.behavior.needs_equal_batches and (last := _last_batch(cell, workload)):
+            return f"{self.name} declares batches='equal', but {cell.workload} has a last batch of {last} samples"
         stages = self._stages(cell)
         return _why_no_stages(cell, workload, stages) if stages else _why_no_parts(cell, workload)
 
@@ -185,12 +187,16 @@ def _why_no_parts(cell: Cell, workload: Workload) -> str | None:
     return None
 
 
+def _last_batch(cell: Cell, workload: Workload) -> int:
+    """Return the size of an epoch's last batch if it is smaller than the others; else 0."""
+    return workload.samples(cell.topology.devices) % workload.global_batch_size(cell.topology.devices)
+
+
 def _why_no_stages(cell: Cell, workload: Workload, stages: int) -> str | None:
     parts = len(cell.parallelism.replicas(cell.topology)) * cell.parallelism.micro_batches
     if workload.blocks is not None and workload.blocks < stages:
         return f"{cell.workload} has too few blocks for {stages} stages: {workload.blocks}"
-    batch = workload.global_batch_size(cell.topology.devices)
-    for size in (batch, workload.samples(cell.topology.devices) % batch):
+    for size in (workload.global_batch_size(cell.topology.devices), _last_batch(cell, workload)):
         if size % parts:
             return f"{cell.workload} has a batch of {size} samples, not divisible into {parts} micro-batches"
     return None

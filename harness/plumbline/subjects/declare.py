@@ -104,6 +104,7 @@ def subject(
     max_stages: int | None = None,
     divides: Collection[str] = (),
     devices: str = "shared",
+    batches: str = "any",
 ) -> Callable[[Train], Train]:
     """Declare a function ``train(job)`` as a trainer under test.
 
@@ -143,6 +144,8 @@ def subject(
         devices: ``shared``: several of its ranks can share a device (``--oversubscribe``). ``own``: each rank needs its
             own. On CUDA, ranks that share a device communicate over gloo. Over gloo, torch can neither send CUDA
             tensors from one rank to another nor gather them into one tensor.
+        batches: ``equal``: all batches must have the same size, because the stages of a pipeline exchange tensors of
+            fixed shapes. Workloads with a smaller last batch are unsupported.
 
     Raises:
         SubjectError: a value is unknown, or the name is not suitable for test ids and file names.
@@ -174,6 +177,7 @@ def subject(
             max_stages,
             tuple(sorted(divides)),
             devices,
+            batches,
         )
     except ValueError as error:
         raise SubjectError(f"subject {name!r}: {error}") from None

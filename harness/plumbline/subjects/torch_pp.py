@@ -49,6 +49,7 @@ class Schedule:
     capabilities=CAPABILITIES,
     library="torch",
     devices="own",
+    batches="equal",  # https://github.com/pytorch/pytorch/issues/126600
 )
 def train(job):
     train_with(Schedule(Schedule1F1B), job)

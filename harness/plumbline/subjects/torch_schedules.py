@@ -40,6 +40,7 @@ def trainer_with(name):
         stages_per_rank=stages_per_rank,
         max_stages=MAX_STAGES.get(name),
         devices="own",
+        batches="equal",
     )
     def train(job):
         train_with(schedule, job)
