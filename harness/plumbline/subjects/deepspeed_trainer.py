@@ -155,6 +155,7 @@ def of_stage_3(parameter, trained):
     precisions=["32"],
     capabilities=["clipping", "scheduler"],
     library="deepspeed",
+    batches="equal",  # the configuration has the size of micro-batches
 )
 def train_pipeline(job):
     deepspeed.init_distributed(job.comm)
