@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from plumbline.core.cell import Cell
 from plumbline.core.errors import WorkloadError
 from plumbline.core.topology import Topology
+from plumbline.core.training_behavior import TrainingBehavior
 from plumbline.hunt.search import in_words, name_of, problems, recipes, write_problem
 from plumbline.own_workloads.check import refuse_unfit
 from plumbline.own_workloads.load import load_workload
@@ -119,3 +120,20 @@ def test_a_layer_thaws_after_the_first_step_however_many_micro_batches_it_has():
             optimizer.step()
             optimizer.zero_grad()
     assert trained == [False, False, True, True]
+
+
+@given(st.data())
+def test_a_trainer_by_iterations_gets_problems_without_the_end_of_an_epoch(data):
+    cell = Cell("endless", "mlp", "none", Topology(1, 1), "32", "cpu")
+    behavior = TrainingBehavior(data="iterations")
+    declared = Declaration("endless", "endless.py", ("none",), {"cpu": ["32"]}, CAPABILITIES, behavior=behavior)
+    assert workload_of(data.draw(problems([declared], [cell])).recipe).needs_epochs is None
+
+
+@given(st.data())
+def test_a_pipeline_that_needs_equal_batches_gets_no_smaller_one(data):
+    cell = Cell("staged", "mlp", "pp", Topology(1, 2), "32", "cpu")
+    behavior = TrainingBehavior(batches="equal")
+    declared = Declaration("staged", "staged.py", ("pp",), {"cpu": ["32"]}, CAPABILITIES, behavior=behavior)
+    workload = workload_of(data.draw(problems([declared], [cell])).recipe)
+    assert workload.samples(2) % workload.global_batch_size(2) == 0

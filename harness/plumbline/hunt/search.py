@@ -67,6 +67,8 @@ def problems(draw: st.DrawFn, declared: Sequence[Declaration], cells: Sequence[C
     subject = declared_for(cell.subject, cell.backend, declared)
     behavior = subject.behavior
     recipe = draw(recipes(subject.capabilities, own_loss=behavior.own_loss, adapters_only=behavior.adapters_only))
+    if behavior.by_iterations:  # nothing may depend on where an epoch ends
+        recipe = replace(recipe, shuffle=True, left_out=0, accumulate=min(recipe.accumulate, recipe.steps_per_epoch))
     if "batchnorm" in recipe.layers:  # it raises if a device has one sample
         least = 2 * cell.topology.devices * cell.parallelism.micro_batches
         recipe = replace(recipe, batch_size=max(recipe.batch_size, least), left_out=0)
