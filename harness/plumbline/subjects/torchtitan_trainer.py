@@ -220,9 +220,10 @@ class JobOptimizers(OptimizersContainer):
         [model] = self.model_parts = model_parts
         names = {parameter: name for name, parameter in model.named_parameters()}
         self.optimizers = current_job().optimizers(model.parameters())
-        for group in (group for one in self.optimizers for group in one.param_groups):
+        groups = [group for one in self.optimizers for group in one.param_groups]
+        for group in groups:
             group["param_names"] = [names[parameter] for parameter in group["params"]]
-        self._post_init(list(names))
+        self._post_init([parameter for group in groups for parameter in group["params"]])
 
     def state_dict(self):
         with current_job().trial():  # torch takes a step with zero gradients to create the states
