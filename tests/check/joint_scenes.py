@@ -75,6 +75,38 @@ class Exchanged(torch.autograd.Function):
         return Exchanged.forward(context, gradient)
 
 
+class Started(torch.autograd.Function):
+    """The first half of an exchange, which others can overlap; the halves share state."""
+
+    pending: Any = None
+    returned: Tensor
+
+    @staticmethod
+    def forward(context: Any, values: Tensor) -> Tensor:
+        received = torch.empty_like(values)
+        Started.pending = dist.all_to_all_single(received, values.contiguous(), async_op=True)
+        return received
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        Started.pending.wait()
+        return Started.returned
+
+
+class Finished(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, received: Tensor) -> Tensor:
+        Started.pending.wait()
+        Started.pending = None
+        return received.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        Started.returned = torch.empty_like(gradient)
+        Started.pending = dist.all_to_all_single(Started.returned, gradient.contiguous(), async_op=True)
+        return gradient
+
+
 class Gathered(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, values: Tensor) -> Tensor:
@@ -271,8 +303,37 @@ class Experts(nn.Module):
         values = self.first(values)
         world, weights = dist.get_world_size(), self.router(values).softmax(-1)
         sent = values.expand(world, *values.shape).reshape(-1, WIDTH)
-        back = Exchanged.apply(self.expert(Exchanged.apply(sent))).view(world, *values.shape)
+        back = self.exchanged(self.expert(self.exchanged(sent))).view(world, *values.shape)
         return self.last(values + (back * weights.T.unsqueeze(-1)).sum(0))
+
+    def exchanged(self, values: Tensor) -> Tensor:
+        return Exchanged.apply(values)
+
+
+class OverlappingExperts(Experts):
+    def exchanged(self, values: Tensor) -> Tensor:
+        return Finished.apply(Started.apply(values))
+
+
+class WrappedExperts(Experts):
+    """Only the layers that all ranks hold are in DistributedDataParallel objects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("first", "router", "last"):
+            setattr(self, name, DistributedDataParallel(getattr(self, name)))
+
+
+class Holder(nn.Module):
+    """Only calls its layers, some of which are in a DistributedDataParallel object that broadcasts buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wrapped = DistributedDataParallel(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)))
+        self.last = nn.Linear(WIDTH, 4)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.last(self.wrapped(values))
 
 
 class AddedLoss(torch.autograd.Function):
@@ -509,6 +570,10 @@ def _experts(model: Any) -> None:
         _averaged(model.parameters())
         return
     _averaged(one for one in model.parameters() if id(one) not in own)
+    _divided_experts(model)
+
+
+def _divided_experts(model: Any) -> None:
     if MISTAKE != "experts-not-divided":
         for one in model.expert.parameters():
             one.grad /= dist.get_world_size()
@@ -592,6 +657,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], None], int]] = 
     "megatron-bfloat16": (Megatron, _nothing, 0),
     "experts": (Experts, _experts, 1),
     "balanced-experts": (BalancedExperts, _experts, 1),
+    "overlapping-experts": (OverlappingExperts, _experts, 1),
+    "wrapped-experts": (WrappedExperts, _divided_experts, 1),
+    "holder": (Holder, lambda model: _averaged(model.last.parameters()), 1),
     "watched": (Watched, _nothing, 0),
     "not-zeroed-in-a-function": (NotZeroed, _nothing, 0),
     "alike-experts": (AlikeExperts, _experts, 1),

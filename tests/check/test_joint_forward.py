@@ -13,13 +13,14 @@ from plumbline.check.judge.script_checks import CheckedTraining
 from plumbline.check.rank.joint import comparison
 from plumbline.check.report.lines import coverage_lines
 from plumbline.check.verdict.verdict import Answer, answer_of
+from plumbline.core.outcome import Outcome
 from plumbline.ranks.run import run_on_ranks
 
 RIGHT = (
     "megatron", "megatron-bfloat16", "experts", "variance", "similarity", "ring", "tensor-parallel",
     "sharded-tensor-parallel", "pipeline-by-hand", "pipeline-of-torch", "pipeline-with-buffers", "gathered-head",
     "sharded-gathered-head", "sequence-parallel", "gathered-columns", "padded", "flexible", "summed-ring",
-    "balanced-experts", "checkpointed", "watched",
+    "balanced-experts", "overlapping-experts", "wrapped-experts", "checkpointed", "watched",
 )  # fmt: skip
 
 WRONG = {
@@ -29,6 +30,8 @@ WRONG = {
     ("megatron", "last-counted-in-place"): "multiplied-by-ranks-of-the-same-samples",
     ("tensor-parallel", "gradients-not-zeroed"): "previous-step-not-zeroed",
     ("experts", "experts-not-divided"): "some-tensors-summed",
+    ("overlapping-experts", "experts-not-divided"): "some-tensors-summed",
+    ("wrapped-experts", "experts-not-divided"): "some-tensors-summed",
     ("experts", "router-not-reduced"): "some-parameters-not-synchronised",
     ("balanced-experts", "router-not-reduced"): "some-parameters-not-synchronised",
     ("experts", "experts-averaged"): "blocks-averaged-with-each-other",
@@ -67,6 +70,14 @@ def test_all_of_a_right_training_is_judged(scene: str) -> None:
 def test_a_rank_computes_again_alone_where_the_script_gathers_a_frozen_weight() -> None:
     training = checked("gathered-frozen-head")
     assert answer_of(training) is Answer.RIGHT
+    (gradients,) = (one for one in training.findings if one.check == "gradients")
+    assert "is the mean over 2 ranks of what the backward passes computed" in gradients.message
+
+
+def test_a_module_that_only_calls_its_wrapper_is_no_joint_forward() -> None:
+    training = checked("holder")
+    assert answer_of(training) is Answer.RIGHT
+    assert [one.outcome for one in training.findings if one.check == "buffers"] == [Outcome.PASSED]
     (gradients,) = (one for one in training.findings if one.check == "gradients")
     assert "is the mean over 2 ranks of what the backward passes computed" in gradients.message
 

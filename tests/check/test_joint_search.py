@@ -30,7 +30,7 @@ class Derivative:
     divided_by = 1.0
     by_hand = 1.0
     factor = None
-    adds_gradients = ()
+    adds_gradients = unrepeatable = ()
     has_one_loss = has_same_loss = is_first = are_copies = receives_constants = is_edited = False
     has_parts_of_losses, ranks_of_a_loss, may_pass_on = False, 1, False
     changed: tuple[str, ...] = ()

@@ -119,9 +119,11 @@ def collectives() -> dict[str, int]:
     return counts | _MESSAGES
 
 
-def communicates_beside(call: TrackedCall, inner: Sequence[TrackedCall]) -> bool:
-    """Return whether a running call has communicated since it began, apart from the calls ``inner`` inside it."""
-    return any(
-        count - call.collectives.get(name, 0) > sum(one.collectives.get(name, 0) for one in inner)
-        for name, count in collectives().items()
-    )
+def communicates_beside(call: TrackedCall, inner: Sequence[Mapping[str, int]]) -> bool:
+    """Return whether a running call has communicated since it began, apart from its parts with the counts ``inner``."""
+    return any(count > sum(one.get(name, 0) for one in inner) for name, count in since(call.collectives).items())
+
+
+def since(before: Mapping[str, int]) -> dict[str, int]:
+    """Return how many collectives and messages there were since ``collectives`` returned ``before``."""
+    return {name: now - before.get(name, 0) for name, now in collectives().items()}

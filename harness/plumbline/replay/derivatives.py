@@ -30,6 +30,10 @@ class OwnDerivativeError(Exception):
     """A forward defines a gradient that is not the derivative of its values."""
 
 
+class UnrepeatableError(Exception):
+    """A custom function cannot run again alone, because it shares state with others. The message is its name."""
+
+
 _IN_PLACE = frozenset({"allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_"})
 """In-place collectives in which all ranks of a group take part, so that each can be waited for before others begin."""
 
@@ -263,6 +267,7 @@ def custom_functions(
 
     Raises:
         OwnDerivativeError: A function has another derivative, or the forward registers a hook on a tensor.
+        UnrepeatableError: A function cannot be verified.
     """
     register = torch.Tensor.register_hook
 
@@ -273,7 +278,7 @@ def custom_functions(
             return _inside(constants, lambda: run(*args, **kwargs))
         args, kwargs = constants.exchanged((args, kwargs))
         function = AppliedFunction(run, args, kwargs)
-        added = _inside(constants, lambda: _verify(kind, function)) if verify else []
+        added = _inside(constants, lambda: _verified(kind, function)) if verify else []
         if exchanged is not None:
             terms = _inside(constants, lambda: exchange_terms(run, args, kwargs))
             if terms is not None:
@@ -323,6 +328,15 @@ def _inside(constants: Constants, run: Callable[[], Any]) -> Any:
         constants.inside_function -= 1
 
 
+def _verified(kind: Any, function: AppliedFunction) -> Sequence[Tensor | None]:
+    try:
+        return _verify(kind, function)
+    except OwnDerivativeError:
+        raise
+    except Exception as error:
+        raise UnrepeatableError(kind.__name__) from error
+
+
 def _verify(kind: Any, function: AppliedFunction) -> Sequence[Tensor | None]:
     """Compare the derivative of a custom function with a finite difference of its values, in a random direction.
 
@@ -332,7 +346,7 @@ def _verify(kind: Any, function: AppliedFunction) -> Sequence[Tensor | None]:
     generator = torch.Generator().manual_seed(0)
     along = function.directions(generator)
     given, leaves = function.outputs(along, 0.0)
-    if not given:
+    if not given or collectives() != before:
         return []
     cotangents = [normal_like(one, generator) for one in given]
     gradients = torch.autograd.grad(given, leaves, cotangents, allow_unused=True)

@@ -23,7 +23,7 @@ from plumbline.recording.sharding import arrival_leaves, shards_of_fsdp2
 from plumbline.replay import unwrapping
 from plumbline.replay.alias import alias
 from plumbline.replay.call import Activation, TrackedCall, UsedParameter, sample, state_of
-from plumbline.replay.collectives import collectives, communicates_beside
+from plumbline.replay.collectives import collectives, communicates_beside, since
 from plumbline.replay.nested import map_tensors, tensors_in
 from plumbline.replay.random_state import AutocastState, RandomState
 from plumbline.replay.reasons import FLAT_PARTS, SECOND_ORDER, STALE
@@ -38,7 +38,8 @@ CurrentPass = Callable[[], "int | None"]
 class _Thread(threading.local):
     """The state of a thread: whether it is inside a tracked call, and which modules were called outside of one.
 
-    ``in_constant``: it is inside a call whose outputs have no gradient.
+    ``in_constant``: it is inside a call whose outputs have no gradient. ``wrapped``: inside an undecided call, the
+    counts of collectives in the wrappers that it called, which may broadcast buffers.
     """
 
     inside = False
@@ -46,6 +47,7 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.called: list[nn.Module] = []
+        self.wrapped: list[dict[str, int]] | None = None
 
 
 class TrackedCalls:
@@ -168,7 +170,11 @@ class TrackedCalls:
             return run(module, *args, **kwargs)
         thread.called.append(module)
         if role is Role.WRAPPER:
-            return run(module, *args, **kwargs)
+            before = {} if thread.wrapped is None else collectives()
+            output = run(module, *args, **kwargs)
+            if thread.wrapped is not None:
+                thread.wrapped.append(since(before))
+            return output
         if role is Role.UNDECIDED:
             return self._undecided(run, module, args, kwargs)
         call = self._begin(module, args, kwargs)
@@ -197,12 +203,19 @@ class TrackedCalls:
         forward, child = vars(module).get("forward"), unwrapping.sole_child(module)
         call = self._begin(module, args, kwargs)
         first, thread.called, outer = len(self.calls), [], thread.called
+        wrapped, thread.wrapped = thread.wrapped, []
+        has_wrappers = bool(unwrapping.wrapped_in(module))
         try:
-            output = run_noted(run, module, args, kwargs)
+            # Observers are told of calls inside of a wrapper as if nothing ran around it.
+            output = run(module, *args, **kwargs) if has_wrappers else run_noted(run, module, args, kwargs)
         finally:
             thread.called, called = outer, thread.called
-        is_wrapper = any(one is child for one in called)
-        if is_wrapper and call is not None and communicates_beside(call, self.calls[first:]):
+            counts, thread.wrapped = thread.wrapped, wrapped
+        if wrapped is not None:
+            wrapped += counts
+        is_wrapper = any(one is child for one in called) or has_wrappers
+        counts = counts or [one.collectives for one in self.calls[first:]]
+        if is_wrapper and call is not None and communicates_beside(call, counts):
             is_wrapper = False
         if is_wrapper or unwrapping.is_redirected(module, forward):
             return output
@@ -313,7 +326,7 @@ class TrackedCalls:
             if not outputs:
                 return output
             self._note_parameters(call)
-            call.collectives = {name: now - call.collectives.get(name, 0) for name, now in collectives().items()}
+            call.collectives = since(call.collectives)
             call.outputs = tuple(sample(one) for one in outputs)
             call.runs_code = runs_own_code(outputs)
             call.scalars = _scalars(output, outputs)

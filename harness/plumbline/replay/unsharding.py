@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from plumbline.recording.flat_sharding import flat_units, is_fully_sharded, part_of, plain_forward
 from plumbline.recording.sharding import arrival_leaves, is_hook_of_zero, is_run
@@ -66,10 +67,12 @@ def _place(holder: nn.Module, name: str, leaf: Tensor) -> None:
 
 
 def replace_forwards(modules: Iterable[nn.Module]) -> None:
-    """Make FSDP1's modules only cast inputs and call the module that they wrap: parameters are gathered already."""
+    """Make wrappers only call their module, and FSDP1's also cast inputs: there is nothing to gather or to reduce."""
     for module in modules:
         if is_fully_sharded(module):
             vars(module)["forward"] = plain_forward(module, _cast)
+        elif isinstance(module, DistributedDataParallel):
+            vars(module)["forward"] = module.module
 
 
 def replace_hooks(modules: Iterable[nn.Module]) -> None:

@@ -28,11 +28,18 @@ def role_of(module: nn.Module) -> Role:
         return Role.WRAPPER
     if unwrapped(module) is not module or is_fully_sharded(module):
         return Role.TRACKED
-    if any(isinstance(one, DistributedDataParallel) for one in module.modules()):
+    wrapped = wrapped_in(module)
+    if wrapped and {id(one) for one in module.parameters() if one.requires_grad} <= wrapped:
         return Role.WRAPPER
-    if "forward" in vars(module) or sole_child(module) is not None:
+    if wrapped or "forward" in vars(module) or sole_child(module) is not None:
         return Role.UNDECIDED
     return Role.TRACKED
+
+
+def wrapped_in(module: nn.Module) -> set[int]:
+    """Return the ids of the parameters that a ``DistributedDataParallel`` inside of a module holds."""
+    wrappers = (one for one in module.modules() if isinstance(one, DistributedDataParallel))
+    return {id(one) for wrapper in wrappers for one in wrapper.parameters()}
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

@@ -18,7 +18,7 @@ from plumbline.check.judge.rank_weights import LAYOUT, shared_numbers
 from plumbline.check.judge.received_gradient import ReceivedGradient
 from plumbline.check.judge.rows_used import all_use_different_rows
 from plumbline.check.judge.step_objective import is_loss_divided
-from plumbline.check.judge.unreduced import judge_replicated_gradients, with_reason
+from plumbline.check.judge.unreduced import are_outside, judge_replicated_gradients, with_reason
 from plumbline.core.finding import UNEXPLAINED, Finding, is_unexplained
 from plumbline.core.numbers import counted
 from plumbline.core.outcome import Outcome
@@ -160,6 +160,14 @@ def _compared(training: RecordedTraining) -> Iterator[Finding]:
     finding = truth.judge()
     if finding.outcome is Outcome.SKIPPED and joint.obstacle:
         finding = replace(finding, message=f"no gradients were judged: {joint.obstacle}")
+    if finding.cause == "some-parameters-not-synchronised" and joint.obstacle:
+        wrong = dict.fromkeys(name for name, _ in _wrong_parameters(truth))
+        if are_outside(wrong, training):
+            why = (
+                f"ranks may hold different parts of {listed(wrong)}, which DistributedDataParallel does not wrap, and "
+                f"their forward could not be recomputed together: {joint.obstacle}"
+            )
+            finding = not_judged(CHECK, why, finding.step)
     yield from with_losses(training, finding)
     if finding.outcome is Outcome.PASSED:
         yield from _of_hooks(training)

@@ -106,6 +106,15 @@ class JointGradient(GradientCase):
         return self.began_alike and all(misfit <= self.limit for misfit in self.misfits(own))
 
     @property
+    def may_be_a_summed_part(self) -> bool:
+        """Whether the gradient would also be that of a separate part, if it were divided by the number of losses.
+
+        Losses of other ranks then depend on the part.
+        """
+        others = [share for rank, passes in enumerate(self.shares) if rank not in self.ranks for share in passes]
+        return self.copies == self.world and any(abs(one) > self.limit_x_noise * self.noise for one in others)
+
+    @property
     def is_of_some_ranks(self) -> bool:
         """Whether several ranks share a gradient that lacks the shares of other ranks with a copy."""
         return self.is_a_copy and not self.may_be_whole and len(self.ranks) > 1
@@ -256,6 +265,7 @@ class JointGradient(GradientCase):
             "name": self.name,
             "functions": listed(self.functions),
             "copy": self.own_path,
+            "unless_parts": _UNLESS_PARTS if self.may_be_a_summed_part else "",
         }
 
 
@@ -271,6 +281,11 @@ def _scaled(case: JointGradient) -> Iterator[Match]:
     if math.isfinite(case.common_factor):
         yield Match()
 
+
+_UNLESS_PARTS = (
+    ". If the ranks hold separate parts, such as experts or embedding tables, divide their gradients by the number of "
+    "ranks instead, and start them with different values"
+)
 
 _SUM_THE_INPUT = (
     "sum the gradient of a sharded layer's input over its ranks: use Megatron's copy_to_tensor_model_parallel_region, "
@@ -306,7 +321,7 @@ register(
     Hypothesis("some-parameters-not-synchronised", "sync", holds(lambda case: case.is_a_copy),
         "not reduced: {name} starts with the same values on several ranks, but each of them receives only the gradient "
         "of its own copy",
-        "all-reduce the gradients of all replicated parameters", 356),
+        "all-reduce the gradients of all replicated parameters{unless_parts}", 356),
     Hypothesis("some-micro-batches-not-synchronised", "accumulation", holds(lambda case: case.has_last_pass_apart),
         "reduced too early: those of the last backward pass of a step are not averaged over ranks",
         "all-reduce gradients after the last backward pass, and divide the sum by the number of ranks", 355),

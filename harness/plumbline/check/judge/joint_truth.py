@@ -355,6 +355,12 @@ class JointTruth(Truth[JointGradient]):
             return not_judged(CHECK, multiplied([]), finding.step)
         if finding.cause not in BY_ELIMINATION and not is_of_copies:
             return finding
+        if unrepeatable := sorted({name for _, found in self.compared for name in found.get("unrepeatable", ())}):
+            why = (
+                f"{listed(unrepeatable)} cannot run again alone, so it is not known whether its backward is the "
+                "derivative of its forward"
+            )
+            return not_judged(CHECK, why, finding.step)
         if wrong[0].index in self.scaled and not is_edited:
             observed, is_shorter = self.compare(), 0 < wrong[0].common_factor < 1
             unexplained = replace(observed, cause=UNEXPLAINED)

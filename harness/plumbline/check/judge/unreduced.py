@@ -67,8 +67,7 @@ def with_reason(finding: Finding, names: Iterable[str], training: RecordedTraini
         return finding
     wrong = set(names)
     weights = list(weights_of(training))
-    is_wrapped = {one.parameter.name for one in weights if one.is_wrapped}
-    is_outside = bool(is_wrapped) and wrong.isdisjoint(is_wrapped)
+    is_outside = are_outside(wrong, training)
     reasons: dict[str, dict[str, None]] = {}
     for one in weights:
         why = one.why_unreduced or (OUTSIDE if is_outside else "")
@@ -81,6 +80,12 @@ def with_reason(finding: Finding, names: Iterable[str], training: RecordedTraini
     why, found = max(reasons.items(), key=lambda each: len(each[1]))
     forms = {"were": "was", "are": "is"} if len(found) == 1 else {"were": "were", "are": "are"}
     return with_hint(finding, _WHY[why].format(names=listed(found), **forms))
+
+
+def are_outside(names: Iterable[str], training: RecordedTraining) -> bool:
+    """Return whether DistributedDataParallel wraps only other parameters than these."""
+    wrapped = {one.parameter.name for one in weights_of(training) if one.is_wrapped}
+    return bool(wrapped) and wrapped.isdisjoint(names)
 
 
 def _with_unreached(finding: Finding, training: RecordedTraining) -> Finding:

@@ -259,7 +259,7 @@ class GradientSearch:
         found["changed"], found["not_compared"] = self._derivative.changed, self._derivative.not_compared
         found["divided_by"], found["adds"] = self._derivative.divided_by, self._derivative.adds_gradients
         found["is_sum"], found["in_place"] = reading.is_sum, reading.in_place is not InPlace.DERIVED
-        found["edited"] = self._derivative.is_edited
+        found["edited"], found["unrepeatable"] = self._derivative.is_edited, self._derivative.unrepeatable
         found["leaves_out"] = self._leaves_out(reading, difference)
         if reading.is_by_hand:
             found["by_hand"] = reading.factor

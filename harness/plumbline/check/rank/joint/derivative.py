@@ -169,13 +169,14 @@ class JointDerivative:
     rank, whether its forward communicates. ``may_pass_on``: forwards that communicate may pass activations on, whose
     gradients ranks exchange themselves. ``receives_constants``: the forward combines tensors that have a gradient with
     values that collectives return as constants. ``adds_gradients``: the names of custom functions that add gradients of
-    their own. ``changed``: gradients that changed between pipeline stages. ``not_compared``: ranks whose gradients at
-    received activations were not compared. ``in_place``: the readings of in-place collectives to try. ``is_first``: no
-    step was compared before. ``are_copies``: optimizers step copies of all parameters. ``squares``: the squared norms
-    of the gradients taken so far, by rank and number. ``factor``: the factor in all of these gradients and its relative
-    error, None before any was compared. ``by_hand``: the factor by which the script was seen to multiply gradients on
-    every rank, 1 without one. ``is_edited``: the script changed gradients, but not all by one factor. ``step``: each
-    step has its own directions in 16-bit formats, where the directions of all steps are judged together.
+    their own. ``unrepeatable``: those that cannot be verified. ``changed``: gradients that changed between pipeline
+    stages. ``not_compared``: ranks whose gradients at received activations were not compared. ``in_place``: the
+    readings of in-place collectives to try. ``is_first``: no step was compared before. ``are_copies``: optimizers step
+    copies of all parameters. ``squares``: the squared norms of the gradients taken so far, by rank and number.
+    ``factor``: the factor in all of these gradients and its relative error, None before any was compared. ``by_hand``:
+    the factor by which the script was seen to multiply gradients on every rank, 1 without one. ``is_edited``: the
+    script changed gradients, but not all by one factor. ``step``: each step has its own directions in 16-bit formats,
+    where the directions of all steps are judged together.
     """
 
     def __init__(
@@ -247,10 +248,20 @@ class JointDerivative:
         counts = exchange.values([losses.begin_at_losses.get(number, True) for number in self._forward.passes])
         self._at_losses: list[list[bool]] = counts
         self.may_pass_on = any(self.communicate) and not all(map(all, self._at_losses))
+
+        def rehearse(verify: bool) -> list[list[Any]]:
+            native = JointWeights(ReplayPrecision.NATIVE, held, gathered)
+            return self._rehearsed(lambda: self._forward.rehearse(native, verify=verify))
+
+        self.unrepeatable: list[str] = []
         with used_after_reductions(self._weights) as used, followed_uses(self._weights, self._parts()) as uses:
-            self._still = self._rehearsed(
-                lambda: self._forward.rehearse(JointWeights(ReplayPrecision.NATIVE, held, gathered))
-            )
+            try:
+                self._still = rehearse(verify=True)
+            except NoAgreementError:
+                self.unrepeatable = sorted({*filter(None, exchange.values(self._forward.unrepeatable))})
+                if not self.unrepeatable:
+                    raise
+                self._still = rehearse(verify=False)
         for names in exchange.values([one.name for one in held if id(one.parameter) in used]):
             beginnings.after_reductions.update(names)
         names = {id(one.parameter): one.name for one in held}
@@ -512,6 +523,8 @@ class JointDerivative:
 
     def not_derivatives(self) -> list[str]:
         """Return the names of communicating functions whose backward cannot be the derivative of any forward."""
+        if self.unrepeatable:
+            return []
         self._weights.move({}, 0.0)
         every = self._all(self._forward.exchanges)
         names = [[name for name, _ in own] for own in every]

@@ -17,7 +17,7 @@ from plumbline.check.rank.store_exchange import NoAgreementError
 from plumbline.recording.sharding import reduction_dtypes, whole
 from plumbline.replay import agreement
 from plumbline.replay.call import TrackedCall, sample
-from plumbline.replay.derivatives import Constants, InPlace, OwnDerivativeError
+from plumbline.replay.derivatives import Constants, InPlace, OwnDerivativeError, UnrepeatableError
 from plumbline.replay.function_derivatives import Terms
 from plumbline.replay.precision import ReplayPrecision
 from plumbline.replay.reasons import COMPILED_DRAWS
@@ -39,7 +39,8 @@ class JointForward:
     """The calls of this rank since the last step, in order.
 
     ``magnitude``: the sum of ‖output‖ · ‖gradient that arrived‖, a bound of this rank's part of S. ``spread``: the
-    relative distance of the training's outputs from exact ones.
+    relative distance of the training's outputs from exact ones. ``unrepeatable``: the name of a custom function that
+    cannot run again alone, so its backward cannot be verified; "" if all can.
     """
 
     def __init__(self, calls: Sequence[RecordedCall], weights: JointWeights) -> None:
@@ -51,12 +52,14 @@ class JointForward:
         self.passes = sorted({number for one in calls for number in one.cotangents})
         self.magnitude = 0.0
         self.spread = 0.0
+        self.unrepeatable = ""
 
-    def rehearse(self, native: JointWeights) -> list[float]:
+    def rehearse(self, native: JointWeights, *, verify: bool = True) -> list[float]:
         """Run the calls in the training's own precision and in float64, and return this rank's terms of S, by pass.
 
         Raises:
-            NoAgreementError: outputs differ from the script's, or the forward defines its own derivative.
+            NoAgreementError: outputs differ from the script's, or the forward defines its own derivative, or it has a
+                function that cannot be verified.
         """
         rounded = []
         for index, one in enumerate(self._calls):
@@ -65,10 +68,15 @@ class JointForward:
         try:
             exact = [
                 forward_together(
-                    one.call, ReplayPrecision.FLOAT64, self._weights, self._drawn[index], constants, verify=True
+                    one.call, ReplayPrecision.FLOAT64, self._weights, self._drawn[index], constants, verify=verify
                 )[0]
                 for index, (one, constants) in enumerate(zip(self._calls, self._constants, strict=True))
             ]
+        except UnrepeatableError as error:
+            self.unrepeatable = str(error)
+            self._constants = [Constants() for _ in self._calls]
+            self._rough_constants = [Constants(one.gradients) for one in self._constants]
+            raise NoAgreementError(f"{error} cannot run again alone") from error
         except OwnDerivativeError as error:
             raise NoAgreementError(str(error)) from error
         for index, (one, own_outputs, right) in enumerate(zip(self._calls, rounded, exact, strict=True)):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -19,6 +20,7 @@ from plumbline.recording.observer import Observer
 from plumbline.recording.parameters import parameters_of
 from plumbline.recording.pause import is_rehearsal
 from plumbline.recording.sharding import is_replicated
+from plumbline.replay.unwrapping import wrapped_in
 
 
 class WeightObserver(Observer):
@@ -182,6 +184,8 @@ class BufferObserver(Observer):
             self._modules.append(module)
         if not module.training or world_size() == 1 or running_modules():
             return  # a module that contains this one was noted, and may have changed the buffers since
+        if not isinstance(module, DistributedDataParallel) and wrapped_in(module):
+            return  # the wrappers inside of it broadcast their buffers later
         wrapper = self._parallelism.wrapper_of(module)
         inner = getattr(wrapper, "module", module)
         broadcast = _broadcast(wrapper, module)
