@@ -32,6 +32,7 @@ WRONG = {
     ("experts", "experts-not-divided"): "some-tensors-summed",
     ("overlapping-experts", "experts-not-divided"): "some-tensors-summed",
     ("wrapped-experts", "experts-not-divided"): "some-tensors-summed",
+    ("experts", "exchanged-as-constant"): "lost-on-the-way-back",
     ("experts", "router-not-reduced"): "some-parameters-not-synchronised",
     ("balanced-experts", "router-not-reduced"): "some-parameters-not-synchronised",
     ("experts", "experts-averaged"): "blocks-averaged-with-each-other",

@@ -156,11 +156,13 @@ def _not_compared_jointly(training: RecordedTraining, joint: JointTruth) -> Iter
     """Yield each parameter that was not compared with the joint forward on every rank that holds it, and why."""
     doubtful = joint.doubtful | joint.alike
     judged = joint.judged | {(name, rank) for name, ranks in joint.unreduced for rank in ranks}
+    cut_off = {(name, rank) for name, ranks in joint.cut_off for rank in ranks}
     for rank in training.ranks:
         for step in rank.steps:
             for one in step.parameters:
                 if (one.name, rank.rank) not in judged:
                     why = UNSEARCHED if (one.name, rank.rank) in joint.unsearched else TOO_SMALL
+                    why = NO_GRADIENT if (one.name, rank.rank) in cut_off else why
                     why = COPIES_OR_PARTS if (one.name, rank.rank) in doubtful else why
                     yield (step.optimizer, one.name), why
 

@@ -112,7 +112,7 @@ class JointGradient(GradientCase):
         Losses of other ranks then depend on the part.
         """
         others = [share for rank, passes in enumerate(self.shares) if rank not in self.ranks for share in passes]
-        return self.copies == self.world and any(abs(one) > self.limit_x_noise * self.noise for one in others)
+        return self.copies == self.world and any(abs(one) > self.limit * self.noise for one in others)
 
     @property
     def is_of_some_ranks(self) -> bool:

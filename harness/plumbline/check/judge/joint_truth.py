@@ -59,7 +59,8 @@ class JointTruth(Truth[JointGradient]):
     parameter or parts of one. ``layers`` are equal in different pipeline stages, and count as those of different
     layers. The search for wrong ones did not reach ``unsearched``. ``perhaps_tied`` has pairs that are equal in
     different stages at the first compared step. ``unreduced`` has parameters, each with its ranks, that are replicas
-    and have the gradient of one rank in every step.
+    and have the gradient of one rank in every step. ``cut_off`` has those that have no gradient because a collective
+    returns none in every step.
     """
 
     def __init__(self, training: RecordedTraining) -> None:
@@ -87,6 +88,8 @@ class JointTruth(Truth[JointGradient]):
         self.alike, self.doubtful, self.unsearched = (one - self.judged for one in (alike, doubtful, unsearched))
         self.perhaps_tied = [pair for _, one in self.compared[:1] for pair in one["perhaps_tied"]]
         self.unreduced = _in_all([one["own"] for _, one in self.compared if not one["wrong"]])
+        cut_off = _in_all([one.get("cut_off", ()) for _, one in self.compared])
+        self.cut_off = [(name, own) for name, own in cut_off if not any(self._has_gradient(name, rank) for rank in own)]
 
     @property
     def cases(self) -> Sequence[JointGradient]:
@@ -117,6 +120,14 @@ class JointTruth(Truth[JointGradient]):
         changes = [step.noted("clipping").get("by_hand") for step in rank.steps if step.number == number]
         factors = {1.0 if one is None else one["factor"] for one in changes}
         return factors.pop() if len(factors) == 1 else None
+
+    def _has_gradient(self, name: str, rank: int) -> bool:
+        return any(
+            bool(part.nan_to_num().any())
+            for step in self.training.ranks[rank].steps
+            for one, part in zip(step.parameters, step.parts(step.received), strict=True)
+            if one.name == name
+        )
 
     @property
     def may_be_replicas(self) -> bool:
@@ -174,6 +185,8 @@ class JointTruth(Truth[JointGradient]):
         tied = next(((number, pair) for number, found in self.compared for pair in found["tied_apart"]), None)
         if not wrong and tied is not None:
             return self._not_added(*tied)
+        if not wrong and self.cut_off:
+            return self._lost(self.cut_off)
         if not wrong:
             told = "every gradient that was judged is the derivative of the forward that all ranks compute together"
             is_counted_once = self.is_of_same_losses and "part" in relations_of_losses(self.training).values()
@@ -302,6 +315,23 @@ class JointTruth(Truth[JointGradient]):
             "and each copy has the gradient of its own samples or tokens, but the copies' gradients are not reduced",
             "all-reduce the gradients of all replicated parameters",
             cause="some-parameters-not-synchronised",
+            family="sync",
+            step=self.compared[0][0],
+            rank=ranks[0],
+            parameter=name,
+        )
+
+    def _lost(self, cut_off: Sequence[tuple[str, Sequence[int]]]) -> Finding:
+        """Return the failure where parameters are trained by no gradient, because a collective returns none."""
+        name, ranks = cut_off[0]
+        names = listed(dict.fromkeys(name for name, _ in cut_off))
+        return failed_with_hint(
+            CHECK,
+            "collectives whose results have no gradient, such as torch.distributed.all_to_all_single, are the only way "
+            f"from {names} to the loss, so no gradient reaches them",
+            "communicate with a function that has a gradient, such as "
+            "torch.distributed.nn.functional.all_to_all_single",
+            cause="lost-on-the-way-back",
             family="sync",
             step=self.compared[0][0],
             rank=ranks[0],

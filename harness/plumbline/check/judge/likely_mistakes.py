@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from plumbline.check.evidence.training import RecordedTraining
+from plumbline.check.judge.joint_truth import JointTruth
 from plumbline.check.judge.noted import ObserverFacts, amount, failed_observers, headline_note, noted
 from plumbline.check.judge.rank_weights import JOINT
 from plumbline.core.finding import Finding
@@ -52,6 +53,8 @@ def judge_unused_losses(training: RecordedTraining) -> Iterator[Finding]:
 def judge_gathered_outputs(training: RecordedTraining) -> Iterator[Finding]:
     """Yield a note on forwards and losses that use other ranks' outputs as constants."""
     yield from failed_observers(training, "gathered-outputs", "objective")
+    if JointTruth(training).cut_off:
+        return  # that no gradient reaches some parameters is reported as wrong
     is_received = any(step.noted(JOINT).get("leaves_out") for step in training.ranks[0].steps)
     if is_received or any(rank.noted("gathered-outputs").get("used") for rank in training.ranks):
         gathers = (

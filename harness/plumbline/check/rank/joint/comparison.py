@@ -261,6 +261,7 @@ class GradientSearch:
         found["is_sum"], found["in_place"] = reading.is_sum, reading.in_place is not InPlace.DERIVED
         found["edited"], found["unrepeatable"] = self._derivative.is_edited, self._derivative.unrepeatable
         found["leaves_out"] = self._leaves_out(reading, difference)
+        found["cut_off"] = self._named(self._cut_off(reading)) if found["leaves_out"] else []
         if reading.is_by_hand:
             found["by_hand"] = reading.factor
         elif reading.factor != 1:
@@ -325,6 +326,26 @@ class GradientSearch:
         whole = self._read_as(replace(reading, derives=True), FIRST)
         self._derivative.read_as(reading)
         return abs(whole.right - difference.right) > max(whole.limit, difference.limit)
+
+    def _cut_off(self, reading: Reading) -> list[int]:
+        """Return parameters without a gradient that have one if values received from other ranks are not constants."""
+        none = [
+            index
+            for index in self._indices
+            if not any(self._every[rank][number]["square"] for rank, number in self._groups[index].keys)
+        ]
+        found = []
+        for index in none[:MOST_OWN]:
+            constant = self._read_as_one(reading, index)
+            whole = self._read_as_one(replace(reading, derives=True), index)
+            if abs(constant.right) <= constant.limit and abs(whole.right) > whole.limit:
+                found.append(index)
+        self._derivative.read_as(reading)
+        return found
+
+    def _read_as_one(self, reading: Reading, index: int) -> Difference:
+        self._derivative.read_as(reading)
+        return self._derivative.difference([index], f"cut off {index}")
 
     def _is_suspicious(self, difference: Difference, indices: Iterable[int]) -> bool:
         """Return whether more directions may reveal gradients left from the previous step below the limit.
