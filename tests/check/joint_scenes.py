@@ -161,6 +161,8 @@ class Megatron(nn.Module):
         super().__init__()
         rank, world = dist.get_rank(), dist.get_world_size()
         self.first, self.norm, self.last = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4)
+        if MISTAKE == "seeded-by-rank":
+            nn.init.normal_(self.first.weight, generator=torch.Generator().manual_seed(rank))
         up, down = torch.randn(2 * WIDTH, WIDTH) / 4, torch.randn(WIDTH, 2 * WIDTH) / 6
         self.up, self.down = (nn.Parameter(one.clone()) for one in (up.chunk(world)[rank], down.chunk(world, 1)[rank]))
         self.bias = nn.Parameter(torch.zeros(2 * WIDTH // world))

@@ -146,6 +146,12 @@ def test_the_function_with_a_wrong_backward_is_named() -> None:
     assert "the backward of Exchanged is not the derivative of its forward" in bad[0].message
 
 
+def test_copies_that_begin_apart_are_told_where_nothing_else_explains_the_gradients() -> None:
+    bad = [one for one in checked("megatron", "seeded-by-rank").findings if one.outcome.is_bad]
+    assert bad[0].cause == "exchanged-otherwise"
+    assert "make those of up, down, first.weight that are not divided over ranks" in bad[0].message
+
+
 def test_ranks_that_clip_by_norms_of_their_own_parts_are_named() -> None:
     training = checked("megatron", "clipped-by-own-norm")
     bad = [one for one in training.findings if one.outcome.is_bad and one.consequence_of is None]

@@ -14,9 +14,9 @@ from plumbline.check.judge.judged_gradients import IN_PARTS, REASONS, REDUCED_IN
 from plumbline.check.judge.manual_edits import excuse_manual_edits
 from plumbline.check.judge.noted import headline_note, information, name_ranks, not_judged, steps_within_passes
 from plumbline.check.judge.precision_used import OBSERVER as PRECISION
-from plumbline.check.judge.rank_weights import LAYOUT, shared_numbers
+from plumbline.check.judge.rank_weights import LAYOUT, common_steps, shared_numbers, weights_at
 from plumbline.check.judge.received_gradient import ReceivedGradient
-from plumbline.check.judge.rows_used import all_use_different_rows
+from plumbline.check.judge.rows_used import all_use_different_rows, all_use_the_same_rows
 from plumbline.check.judge.step_objective import is_loss_divided
 from plumbline.check.judge.unreduced import are_outside, judge_replicated_gradients, with_reason
 from plumbline.core.finding import UNEXPLAINED, Finding, is_unexplained
@@ -145,7 +145,7 @@ def _compared(training: RecordedTraining) -> Iterator[Finding]:
         by_replay = _replays_decide(joint, truth, finding)
         if by_replay is None and later is not None and later.outcome is Outcome.FAILED:
             by_replay = later
-        yield _of_different_batches(training, by_replay or finding)
+        yield _of_unequal_copies(joint, _of_different_batches(training, by_replay or finding))
         if later is not None and later.outcome is Outcome.SKIPPED and not by_replay:
             yield later
         elif joint.obstacle and finding.outcome is Outcome.PASSED and not by_replay:
@@ -318,6 +318,27 @@ def _of_different_batches(training: RecordedTraining, finding: Finding) -> Findi
         step=finding.step,
     )
     return replace(failed, error_x_noise=finding.error_x_noise, limit_x_noise=finding.limit_x_noise)
+
+
+def _of_unequal_copies(joint: JointTruth, finding: Finding) -> Finding:
+    """Return the finding; its hint tells of parameters that may have to begin equal, if nothing else explains it.
+
+    In tensor parallelism, all ranks compute the same loss, unless what is not divided differs between them.
+    """
+    training = joint.training
+    may_differ = joint.is_of_same_losses or joint.is_pipeline or not all_use_the_same_rows(training)
+    if finding.cause != "exchanged-otherwise" or may_differ:
+        return finding
+    first = next(common_steps(training), None)
+    names = [] if first is None else [one.parameter.name for one in weights_at(*first) if one.differ("before")]
+    if not names:
+        return finding
+    return with_hint(
+        finding,
+        f"{finding.hint}. All ranks use the same rows, but compute different losses: unless each computes a part of "
+        f"one loss, make those of {listed(names)} that are not divided over ranks begin with equal values, and make "
+        "dropout draw equal masks",
+    )
 
 
 def _is_tensor_parallel(training: RecordedTraining) -> bool:

@@ -87,6 +87,11 @@ def all_use_different_rows(training: RecordedTraining) -> bool:
     return sum(map(len, groups)) == training.world_size == len(groups)
 
 
+def all_use_the_same_rows(training: RecordedTraining) -> bool:
+    """Return whether all ranks use the same rows in all recorded forwards."""
+    return [len(ranks) for ranks in _ranks_with_the_same_rows(training)] == [training.world_size]
+
+
 def _alike(training: RecordedTraining, layout: RankLayout, ranks: list[int]) -> Finding:
     by_number = {rank.rank: rank for rank in training.ranks}
     forwards = [forward for forward in _forwards(by_number[ranks[0]]) if "order" in forward]
