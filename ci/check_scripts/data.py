@@ -138,6 +138,18 @@ def fineweb() -> None:
         (folder / f"fineweb_{split}_000001.bin").write_bytes(header.tobytes() + tokens.tobytes())
 
 
+def chunks() -> None:
+    """Write tokens in several files of 16-bit numbers, without headers."""
+    import numpy as np
+
+    folder = Path("chunks")
+    folder.mkdir()
+    chance = np.random.default_rng(0)
+    for split in ("train", "val"):
+        for i in range(2):
+            chance.integers(0, 400, 8_000, dtype=np.uint16).tofile(folder / f"fineweb_{split}_{i:06d}.bin")
+
+
 def tinystories() -> None:
     """Write tokens where llama2.c looks for those of a vocabulary of its own."""
     import numpy as np
@@ -291,7 +303,7 @@ KINDS: dict[str, Callable[[], None]] = {
     made.__name__: made
     for made in (
         *(nanogpt, wikitext, lightning_wikitext, sines, bert, llama, glue, accuracy, texts),
-        *(shakespeare, picotron, nanochat, fineweb, tinystories, cora, c4, prompts),
+        *(shakespeare, picotron, nanochat, fineweb, chunks, tinystories, cora, c4, prompts),
     )
 }
 

@@ -140,6 +140,26 @@ def cifar(stage: int) -> Script:
     )
 
 
+def heiretsu(kind: str, options: str, covers: str, because: str) -> Script:
+    """Return heiretsu's training with one kind of parallelism; all of them go wrong as published."""
+    return Script(
+        f"heiretsu {kind}",
+        f"{TORCHRUN} 2 train.py --dist_backend gloo --device cpu --data_dir chunks --batch_size 2 --block_size 16 "
+        f"--n_layer 2 --n_head 2 --n_embed 16 --dropout 0 --max_iters 5 --eval_iters 1 {options}",
+        covers,
+        "ChinmayK0607/heiretsu",
+        also=("train.py", "gpt_model.py", "moe.py", "ep_comm.py", "tp_linear.py", "pipeline.py", "topo.py", "dp.py"),
+        needs=("einops",),
+        data=("chunks",),
+        changes=(("gpt_model.py", "vocab_size: int = 50257", "vocab_size: int = 401"),),
+        ranks=2,
+        steps=5,
+        accepted=("wrong",),
+        is_wrong=True,
+        because=because,
+    )
+
+
 TWO_VIEWS = (
     "lambda one: tuple(T.Compose([T.RandomCrop(32), T.RandomHorizontalFlip(), T.ToTensor()])(one) for _ in 'xy')"
 )
@@ -234,5 +254,45 @@ IN_PARTS = (
             ("distributed.py", "'nccl'", "'gloo'"),
         ),
         ranks=2,
+    ),
+    heiretsu(
+        "ep",
+        "--ep 2 --num_experts 4",
+        "experts on two ranks, whose tokens plain all-to-alls exchange",
+        "all_to_all_single has no gradient, so none reaches the experts",
+    ),
+    heiretsu(
+        "pp",
+        "--pp 2 --grad_accum_steps 2 --grad_clip 0.5",
+        "a pipeline by hand, all forwards before all backwards",
+        "each stage clips by the norm of its own gradients",
+    ),
+    Script(
+        "dlrm",
+        f"{TORCHRUN} 2 dlrm_s_pytorch.py --arch-sparse-feature-size=8 --arch-mlp-bot=13-16-8 --arch-mlp-top=16-8-1 "
+        "--arch-embedding-size=20-20-20-20 --data-generation=random --num-batches=5 --mini-batch-size=8 --nepochs=1 "
+        "--loss-function=bce --round-targets=True --num-indices-per-lookup=3 --dist-backend=gloo",
+        "embedding tables on two ranks, an exchange in two functions, DistributedDataParallel around the rest",
+        "facebookresearch/dlrm",
+        also=(
+            *("dlrm_s_pytorch.py", "dlrm_data_pytorch.py", "data_loader_terabyte.py", "data_utils.py"),
+            *("extend_distributed.py", "mlperf_logger.py", "optim", "tricks"),
+        ),
+        needs=("sklearn", "tensorboard"),
+        ranks=2,
+        steps=5,
+        accepted=("wrong",),
+        is_wrong=True,
+        because="gradients of tables are added up over the losses of both ranks, those of other layers are averaged",
+    ),
+    Script(
+        "micropp",
+        f"{TORCHRUN} 2 main.py",
+        "a pipeline by hand in the order 1F1B, whose activations are sent without waiting",
+        "kiankyars/micropp",
+        folder="src",
+        also=("src",),
+        ranks=2,
+        steps=50,
     ),
 )

@@ -13,6 +13,7 @@ from script import PICTURES, Script
 from teaching import TEACHING
 
 COMMITS = {
+    "ChinmayK0607/heiretsu": "bce9fb38a4e104ab77d2365547014d5194a4ae6c",
     "KellerJordan/modded-nanogpt": "e59ae87f884240fe637e45bc9b3f953954a6a79a",
     "Lightning-AI/pytorch-lightning": "7f0c3436cd3f6ad3753125672024fc415cbcb414",
     "NVIDIA/Megatron-LM": "d98e8a64ddf34856e74b24714e3bedb2f5a39553",
@@ -22,6 +23,7 @@ COMMITS = {
     "facebookresearch/DiT": "ed81ce2229091fd4ecc9a223645f95cf379d582b",
     "facebookresearch/barlowtwins": "8e8d284ca0bc02f88b92328e53f9b901e86b4a3c",
     "facebookresearch/dino": "7c446df5b9f45747937fb0d72314eb9f7b66930a",
+    "facebookresearch/dlrm": "090956ee2319ddd349a42232958aefccfe3f7b0a",
     "facebookresearch/mae": "efb2a8062c206524e35e47d04501ed4f544c0ae8",
     "facebookresearch/schedule_free": "70785b53e778d0e872c0bbb75ff4ee54ee10c291",
     "facebookresearch/vicreg": "4e12602fd495af83efd1631fbe82523e6db092e0",
@@ -35,6 +37,7 @@ COMMITS = {
     "karpathy/nanoGPT": "3adf61e154c3fe3fca428ad6bc3818b27a3b8291",
     "karpathy/nanochat": "92d63d4e8bb4df75c3b71618f31ddde2378b2bcd",
     "karpathy/ng-video-lecture": "52201428ed7b46804849dea0b3ccf0de9df1a5c3",
+    "kiankyars/micropp": "ccb99f47aea198762afa697a248e67032e669936",
     "pytorch/examples": "77f55b912142e11fcfdf5b530231fb9c52f181e8",
     "pytorch/ignite": "de08e799cfb55a6cf4aa778575d6bad725385453",
     "pytorch/opacus": "4d0ebc84613d214fbfd37fbfd1390e3747a625ce",
