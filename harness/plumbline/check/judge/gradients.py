@@ -14,7 +14,7 @@ from plumbline.check.judge.judged_gradients import IN_PARTS, REASONS, REDUCED_IN
 from plumbline.check.judge.manual_edits import excuse_manual_edits
 from plumbline.check.judge.noted import headline_note, information, name_ranks, not_judged, steps_within_passes
 from plumbline.check.judge.precision_used import OBSERVER as PRECISION
-from plumbline.check.judge.rank_weights import LAYOUT, common_steps, shared_numbers, weights_at
+from plumbline.check.judge.rank_weights import LAYOUT, shared_numbers, weights_at
 from plumbline.check.judge.received_gradient import ReceivedGradient
 from plumbline.check.judge.rows_used import all_use_different_rows, all_use_the_same_rows
 from plumbline.check.judge.step_objective import is_loss_divided
@@ -329,8 +329,8 @@ def _of_unequal_copies(joint: JointTruth, finding: Finding) -> Finding:
     may_differ = joint.is_of_same_losses or joint.is_pipeline or not all_use_the_same_rows(training)
     if finding.cause != "exchanged-otherwise" or may_differ:
         return finding
-    first = next(common_steps(training), None)
-    names = [] if first is None else [one.parameter.name for one in weights_at(*first) if one.differ("before")]
+    first = next(training.common_steps, None)
+    names = [] if first is None else [one.parameter.name for one in weights_at(first) if one.differ("before")]
     if not names:
         return finding
     return with_hint(
