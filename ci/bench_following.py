@@ -2,6 +2,7 @@
 
     python ci/bench_following.py --checkouts FOLDER                     # nanoGPT, 20,000 steps, 3 rounds
     python ci/bench_following.py --checkouts FOLDER --steps 4000 --every 200 --rounds 2
+    python ci/bench_following.py --checkouts FOLDER --size readme       # larger, so that steps take longer
 
 Trains nanoGPT, whose checkout is described in ``ci/check_scripts.py``, plainly and under ``plumbline check --every N``
 in turns, so other work on the machine affects both. Then it trains once with each mistake of ``MISTAKES``, which begins
@@ -39,9 +40,13 @@ MISTAKES = {
 }
 """What is done wrong from one iteration on, as a pattern in ``train.py`` and what takes its place."""
 
+SIZES = {"small": (2, 2, 128, 4, 32), "readme": (4, 4, 128, 12, 64)}
+"""nanoGPT's layers, heads, width, rows and length. ``readme`` is the configuration for CPUs in its README."""
+
 _HEAD = """# A long training that is followed
 
-nanoGPT (2 layers, 128 wide, batches of 4 × 32), {steps:,} optimizer steps on one process: `{command}`, {cores} cores,
+nanoGPT ({layers} layers, {width} wide, batches of {rows} × {length}), {steps:,} optimizer steps on one process:
+`{command}`, {cores} cores,
 load average {load:.1f}. `check --every {every}` recorded the first {first} steps and one step in {every:,}, and judged
 them beside the training.
 
@@ -58,6 +63,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20_000, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--every", type=int, default=1000, help="steps between windows (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each kind (default: %(default)s)")
+    parser.add_argument("--size", choices=SIZES, default="small", help="of the model (default: %(default)s)")
     parser.add_argument("--report", type=Path, default=REPORT, metavar="FILE", help="where the table goes")
     asked = parser.parse_args()
     plain, followed, ended = [], [], []
@@ -78,6 +84,7 @@ def main() -> int:
     due = f"first wrong at step {-(-begin // asked.every) * asked.every}"
     is_found = {name: headline(ran).startswith("wrong") and due in headline(ran) for name, ran in found.items()}
     ratios = [b / a for a, b in zip(plain, followed, strict=True)]
+    layers, _, width, rows, length = SIZES[asked.size]
     command = " ".join(["python", "ci/bench_following.py", *map(shown, sys.argv[1:])])
     told = [
         _HEAD.format(
@@ -87,6 +94,10 @@ def main() -> int:
             steps=asked.steps,
             every=asked.every,
             first=4,
+            layers=layers,
+            width=width,
+            rows=rows,
+            length=length,
         ).rstrip("\n"),
         *(row(what, times, ".1f") for what, times in (("plain", plain), ("followed", followed))),
         row("followed ÷ plain, round by round", ratios, ".3f"),
@@ -108,7 +119,8 @@ def nanogpt(asked: argparse.Namespace, changes: tuple[tuple[str, str, str], ...]
     """Return nanoGPT with as many steps as asked for, one micro-batch and no dropout, and with more changes."""
     command = re.sub(r"--max_iters=\d+", f"--max_iters={asked.steps}", NANOGPT.command)
     command = re.sub(r"--gradient_accumulation_steps=\d+", "--gradient_accumulation_steps=1", command)
-    command = re.sub(r"--n_embd=\d+", "--n_embd=128", command)
+    for name, value in zip(("n_layer", "n_head", "n_embd", "batch_size", "block_size"), SIZES[asked.size], strict=True):
+        command = re.sub(rf"--{name}=\d+", f"--{name}={value}", command)
     command = re.sub(r"--eval_interval=\d+", f"--eval_interval={10 * asked.steps}", command)
     return replace(NANOGPT, command=f"{command} --log_interval=1000", changes=(*NANOGPT.changes, *changes))
 
