@@ -126,9 +126,9 @@ class JointGradient(GradientCase):
 
     @property
     def is_whole(self) -> bool:
-        """Whether this is one of several copies, and clearly received the gradient of all of them."""
-        is_seen = abs(self.of_all_copies - self.own_alone) > 2 * self._within
-        return bool(self.with_all_copies) and is_seen and self.may_be_whole
+        """Whether this is one of several copies, and received the gradient of all of them instead of its own."""
+        is_own = abs(self.received_along_copies - self.own_alone) <= self._within
+        return bool(self.with_all_copies) and self.may_be_whole and not is_own
 
     @property
     def may_be_whole(self) -> bool:
