@@ -8,6 +8,7 @@ gradients are sums, is compared with what was received.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +35,9 @@ from plumbline.replay.precision import ReplayPrecision
 STEP = 1e-7
 """Distance by which weights are moved, relative to their size. float64 keeps nine digits of the difference, and few
 units of a piecewise linear layer change sides."""
+
+LONGER = 2.0**6
+"""By how much more, or less, than usual the weights of one parameter are moved."""
 
 LIMIT = 2.0**7
 """Largest error of a right gradient, in multiples of the noise: the square root of 16,384, the number of terms of a
@@ -473,13 +477,14 @@ class JointDerivative:
         self, groups: Mapping[int, Group], seed: str, part_of: Collection[int] | None
     ) -> tuple[dict[int, Tensor], dict[int, tuple[float, float, float]]]:
         of_step = f"{self._step} " if self.is_coarse else ""
+        lengths = self._lengths()
         directions: dict[int, Tensor] = {}
         products: dict[int, tuple[float, float, float]] = {}
         for index, group in groups.items():
             for rank, number in group.keys:
                 if rank == self._rank:
                     one = self._held[number]
-                    along = one.direction(f"{of_step}{seed} {index}", group.size)
+                    along = one.direction(f"{of_step}{seed} {index}", lengths[index])
                     if part_of is not None:
                         along = one.own_part(along) if rank in part_of else torch.zeros_like(along)
                     directions[id(one.parameter)] = along
@@ -488,6 +493,22 @@ class JointDerivative:
                         left, _ = product(self._left.get(id(one.parameter)), along, copies)
                         products[index] = *product(self._gradients[number], along, copies), left
         return directions, products
+
+    def _lengths(self) -> list[float]:
+        """Return how far to move the entries of each parameter: such that all change S about equally, within limits.
+
+        Otherwise those with small gradients would show nothing beside the others.
+        """
+        norms = [
+            math.sqrt(sum(self.every[rank][number]["square"] for rank, number in group.instances[0]))
+            for group in self.groups
+        ]
+        effects = [norm * group.size for norm, group in zip(norms, self.groups, strict=True)]
+        typical = statistics.median([one for one in effects if one] or [1.0])
+        return [
+            group.size * min(max(typical / effect if effect else 1.0, 1 / LONGER), LONGER)
+            for group, effect in zip(self.groups, effects, strict=True)
+        ]
 
     def _sides(self, directions: Mapping[int, Tensor], *units: float | None) -> list[Sides]:
         """Return the terms of S on both sides of the weights, for each unit roundoff; None is that of float64."""
