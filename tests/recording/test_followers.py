@@ -12,7 +12,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from plumbline.recording.backward_passes import BackwardPasses, in_backward
 from plumbline.recording.grad_scaler import follow_scaled_steps
 from plumbline.recording.optimizer_steps import OptimizerSteps
-from plumbline.recording.patching import Patches
+from plumbline.recording.patching import Patches, wrap
 from plumbline.recording.pause import paused
 
 
@@ -99,6 +99,18 @@ def patches() -> Iterator[None]:
     opened.open()
     yield
     opened.close()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_method_of_a_c_class_is_put_back_whatever_is_closed_first(first):
+    group = torch.distributed.ProcessGroup
+    before, opened = vars(group)["recv"], [Patches(), Patches()]
+    for one in opened:
+        one.open()
+        wrap(group, "recv", lambda run, *args: run(*args))
+    opened[first].close()
+    opened[1 - first].close()
+    assert vars(group)["recv"] is before  # what getattr returns does not bind to a group
 
 
 @pytest.mark.usefixtures("patches")

@@ -132,6 +132,7 @@ def wrap(owner: Any, name: str, around: Around) -> None:
     original = getattr(owner, name, None)
     if original is None:
         return
+    own = vars(owner).get(name, original)  # a method of a C++ class binds only as it is there
 
     if not _OPEN:
 
@@ -150,7 +151,7 @@ def wrap(owner: Any, name: str, around: Around) -> None:
 
     def detach() -> None:
         arounds.clear()
-        detachable.plumbline_original = original  # type: ignore[attr-defined]
+        detachable.plumbline_original = own  # type: ignore[attr-defined]
 
     replace(owner, name, detachable)
     undone_by(detach)
