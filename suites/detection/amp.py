@@ -67,16 +67,12 @@ def unscaled_twice(job):
     """Gradients are divided by the scale by hand, and by the scaler again."""
     model = wrapped(job)
     optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
-    for epoch in range(job.epochs):
-        for batch in loader(job, epoch):
-            with job.autocast():
-                loss = job.loss(model(batch), batch)
-            scaler.scale(loss).backward()
-            for parameter in model.parameters():
-                parameter.grad /= scaler.get_scale()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
+
+    def unscale():
+        for parameter in model.parameters():
+            parameter.grad /= scaler.get_scale()
+
+    train_scaled(job, model, optimizer, scaler, after_backward=unscale)
 
 
 @known_bad("amp", causes=["overflow-decided-alone"], on={**any_check(*OVERFLOW), "overflow/ddp/1x3/16": "ranks-agree"})
@@ -84,18 +80,14 @@ def overflow_decided_on_each_rank_alone(job):
     """Each rank looks for infinities in its own gradient, and those that found none take the step."""
     model = alone(job)
     optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
-    for epoch in range(job.epochs):
-        for batch in loader(job, epoch):
-            with job.autocast():
-                loss = job.loss(model(batch), batch)
-            scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            for parameter in model.parameters():
-                parameter.grad.nan_to_num_(0, 0, 0)
-            average(job, model)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
+
+    def unscale_and_average():
+        scaler.unscale_(optimizer)
+        for parameter in model.parameters():
+            parameter.grad.nan_to_num_(0, 0, 0)
+        average(job, model)
+
+    train_scaled(job, model, optimizer, scaler, after_backward=unscale_and_average)
 
 
 @known_bad("amp", causes=["overflow-decided-alone"], on=OVERFLOW)
@@ -103,16 +95,12 @@ def infinities_spread_to_ranks_that_step(job):
     """The same, with infinities left in what is averaged: who found none himself steps on them."""
     model = alone(job)
     optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
-    for epoch in range(job.epochs):
-        for batch in loader(job, epoch):
-            with job.autocast():
-                loss = job.loss(model(batch), batch)
-            scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            average(job, model)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
+
+    def unscale_and_average():
+        scaler.unscale_(optimizer)
+        average(job, model)
+
+    train_scaled(job, model, optimizer, scaler, after_backward=unscale_and_average)
 
 
 @known_bad(
@@ -222,15 +210,7 @@ def schedule_goes_on_when_the_step_is_skipped(job):
     model = wrapped(job)
     optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
     scheduler = job.scheduler(optimizer)
-    for epoch in range(job.epochs):
-        for batch in loader(job, epoch):
-            with job.autocast():
-                loss = job.loss(model(batch), batch)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            scheduler.step()
-            optimizer.zero_grad()
+    train_scaled(job, model, optimizer, scaler, after_update=scheduler.step)
 
 
 @known_bad("amp", causes=["scales-differ"], on=["mlp/ddp/1x2/16", "mlp/ddp/1x3/16"])

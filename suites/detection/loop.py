@@ -72,15 +72,17 @@ def train(job, model, optimizer=None, *, after_backward=lambda job, model: None)
             optimizer.zero_grad()
 
 
-def train_scaled(job, model, optimizer, scaler):
+def train_scaled(job, model, optimizer, scaler, *, after_backward=lambda: None, after_update=lambda: None):
     """Step once for each batch of all epochs, in autocast and with a loss scale."""
     for epoch in range(job.epochs):
         for batch in loader(job, epoch):
             with job.autocast():
                 loss = job.loss(model(batch), batch)
             scaler.scale(loss).backward()
+            after_backward()
             scaler.step(optimizer)
             scaler.update()
+            after_update()
             optimizer.zero_grad()
 
 
