@@ -2,12 +2,13 @@
 
     python ci/bench_following.py --checkouts FOLDER                     # nanoGPT, 20,000 steps, 3 rounds
     python ci/bench_following.py --checkouts FOLDER --steps 4000 --every 200 --rounds 2
-    python ci/bench_following.py --checkouts FOLDER --size readme       # larger, so that steps take longer
+    python ci/bench_following.py --checkouts FOLDER --size readme --side-by-side       # steps of 90 ms
 
 Trains nanoGPT, whose checkout is described in ``ci/check_scripts.py``, plainly and under ``plumbline check --every N``
-in turns, so other work on the machine affects both. Then it trains once with each mistake of ``MISTAKES``, which begins
-half a window after the middle. Writes ``reports/following.md``. Exits with 1 if the next window does not find
-the mistake.
+in turns, so other work on the machine affects both. With ``--side-by-side`` both train at the same time, each on a core
+of its own; they exchange the cores after each round. Then it trains once with each mistake of ``MISTAKES``, which
+begins in the middle of a window, in the middle of the training.
+Writes ``reports/following.md``. Exits with 1 if the next window does not find the mistake.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import re
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,8 +50,8 @@ _HEAD = """# A long training that is followed
 
 nanoGPT ({layers} layers, {width} wide, batches of {rows} × {length}), {steps:,} optimizer steps on one process:
 `{command}`, {cores} cores,
-load average {load:.1f}. `check --every {every}` recorded the first {first} steps and one step in {every:,}, and judged
-them beside the training.
+load average {load:.1f} at the end, {arranged}.
+`check --every {every}` recorded the first {first} steps and one step in {every:,}, and judged them beside the training.
 
 | | median, s | range, s |
 |---|--:|--:|
@@ -64,17 +67,19 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=1000, help="steps between windows (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each kind (default: %(default)s)")
     parser.add_argument("--size", choices=SIZES, default="small", help="of the model (default: %(default)s)")
+    parser.add_argument("--side-by-side", action="store_true", help="train both at once, each on its own core")
     parser.add_argument("--report", type=Path, default=REPORT, metavar="FILE", help="where the table goes")
     asked = parser.parse_args()
     plain, followed, ended = [], [], []
     with tempfile.TemporaryDirectory(prefix="plumbline-following-") as folder:
         placed = placed_in(Path(folder) / "right", nanogpt(asked), asked)
-        for _ in range(asked.rounds):
-            plain.append(succeeded(placed.run()).seconds)
-            ended.append(succeeded(follow(placed, asked)))
-            followed.append(ended[-1].seconds)
+        for number in range(asked.rounds):
+            alone, judged = pair(placed, asked, number)
+            plain.append(alone.seconds)
+            ended.append(judged)
+            followed.append(judged.seconds)
             print(f"plain {plain[-1]:.1f} s, followed {followed[-1]:.1f} s: {headline(ended[-1])}", flush=True)
-        begin = asked.steps // 2 + asked.every // 2
+        begin = asked.steps // 2 // asked.every * asked.every + asked.every // 2
         found = {}
         for name, (pattern, text) in MISTAKES.items():
             script = nanogpt(asked, (("train.py", pattern, text.format(begin=begin)),))
@@ -94,6 +99,7 @@ def main() -> int:
             steps=asked.steps,
             every=asked.every,
             first=4,
+            arranged="both at once, each on its own core" if asked.side_by_side else "both in turns",
             layers=layers,
             width=width,
             rows=rows,
@@ -116,7 +122,7 @@ def main() -> int:
 
 
 def nanogpt(asked: argparse.Namespace, changes: tuple[tuple[str, str, str], ...] = ()) -> Script:
-    """Return nanoGPT with as many steps as asked for, one micro-batch and no dropout, and with more changes."""
+    """Return nanoGPT in the size and with as many steps as asked for, with one micro-batch, and with more changes."""
     command = re.sub(r"--max_iters=\d+", f"--max_iters={asked.steps}", NANOGPT.command)
     command = re.sub(r"--gradient_accumulation_steps=\d+", "--gradient_accumulation_steps=1", command)
     for name, value in zip(("n_layer", "n_head", "n_embd", "batch_size", "block_size"), SIZES[asked.size], strict=True):
@@ -129,6 +135,25 @@ def placed_in(folder: Path, script: Script, asked: argparse.Namespace) -> Placed
     """Put the script into a folder."""
     folder.mkdir()
     return prepare(script, folder, asked.checkouts, interpreter(script, (sys.executable, *asked.python)), 3600)
+
+
+def pair(placed: Placed, asked: argparse.Namespace, number: int) -> tuple[Ran, Ran]:
+    """Run the script plainly and followed, in turns or side by side."""
+    kinds: tuple[Callable[[], Ran], ...] = (placed.run, lambda: follow(placed, asked))
+    if not asked.side_by_side:
+        return succeeded(kinds[0]()), succeeded(kinds[1]())
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    if len(cores) < 2:
+        raise SystemExit("--side-by-side needs two cores")
+
+    def on_core(kind: Callable[[], Ran], core: int) -> Ran:
+        # A thread has its own affinity; the processes that it starts inherit it.
+        os.sched_setaffinity(0, {core})
+        return kind()
+
+    with ThreadPoolExecutor(2) as threads:
+        runs = [threads.submit(on_core, kind, cores[(place + number) % 2]) for place, kind in enumerate(kinds)]
+        return succeeded(runs[0].result()), succeeded(runs[1].result())
 
 
 def follow(placed: Placed, asked: argparse.Namespace) -> Ran:
