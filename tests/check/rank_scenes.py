@@ -33,6 +33,21 @@ from plumbline.recording.parameters import ParameterNames
 WORLD = 2
 
 
+class CopiedActivations(torch.autograd.Function):
+    """The same activations on every rank of a group: their gradient is the sum over its ranks."""
+
+    @staticmethod
+    def forward(context: Any, values: Tensor, group: Any) -> Tensor:
+        context.group = group
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        gradient = gradient.contiguous().clone()
+        dist.all_reduce(gradient, group=context.group)
+        return gradient, None
+
+
 class SummedActivations(torch.autograd.Function):
     """The sum of a group's activations: each of its ranks gets the gradient as it is."""
 

@@ -9,28 +9,13 @@ import torch
 import torch.distributed as dist
 from joint_pipelines import Received, Sent
 from master_copies import Sharded, Whole
-from rank_scenes import SummedActivations
+from rank_scenes import CopiedActivations, SummedActivations
 from torch import Tensor, nn
 from torch.nn import functional
 
 from plumbline.check.verdict.verdict import Answer, answer_of, sentence_on
 
 STEPS, ROWS, WIDTH = 3, 8, 16
-
-
-class CopiedActivations(torch.autograd.Function):
-    """The same activations on every rank of a group: their gradient is the sum over its ranks."""
-
-    @staticmethod
-    def forward(context: Any, values: Tensor, group: Any) -> Tensor:
-        context.group = group
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        gradient = gradient.clone()
-        dist.all_reduce(gradient, group=context.group)
-        return gradient, None
 
 
 class Parallel(nn.Module):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_scenes import SummedActivations
+from rank_scenes import CopiedActivations, SummedActivations
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
@@ -233,21 +233,6 @@ def halves_of_an_input() -> None:
     train(model, dist.get_rank() // 2, lambda _: model.average())
 
 
-class Copied(torch.autograd.Function):
-    """The input of a sharded layer, whose gradient is the sum over ranks."""
-
-    @staticmethod
-    def forward(context: Any, values: Tensor, group: Any) -> Tensor:
-        context.group = group
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        gradient = gradient.contiguous().clone()
-        dist.all_reduce(gradient, group=context.group)
-        return gradient, None
-
-
 class EqualHalves(Halves):
     """The same with halves that begin with the same values, and so have equal gradients."""
 
@@ -262,7 +247,7 @@ class EqualHalves(Halves):
     def forward(self, values: Tensor) -> Tensor:
         values = self.first(values)
         for up, down in zip(self.ups, self.downs, strict=True):
-            inner = down(functional.gelu(up(Copied.apply(values, self.group))))  # type: ignore[no-untyped-call]
+            inner = down(functional.gelu(up(CopiedActivations.apply(values, self.group))))  # type: ignore[no-untyped-call]
             values = values + SummedActivations.apply(inner, self.group)  # type: ignore[no-untyped-call]
         return self.last(values)
 

@@ -44,7 +44,7 @@ class ParameterCopies:
     def of(self, parameter: nn.Parameter, *, requires_grad: bool, dtype: torch.dtype | None = None) -> nn.Parameter:
         """Return the leaf for a parameter, always the same one; ``dtype`` is the one that the training computes in."""
         if id(parameter) not in self._copies:
-            leaf = nn.Parameter(self._copy(self._whole(parameter), dtype), requires_grad=False)
+            leaf = nn.Parameter(self._copy(self._values(parameter), dtype), requires_grad=False)
             if not is_gathered(parameter):
                 vars(leaf).update(vars(parameter))
             self._copies[id(parameter)] = parameter, leaf
@@ -52,7 +52,7 @@ class ParameterCopies:
         leaf.requires_grad_(requires_grad)
         return leaf
 
-    def _whole(self, parameter: nn.Parameter) -> Tensor:
+    def _values(self, parameter: nn.Parameter) -> Tensor:
         if (part := part_of(parameter)) is None:
             return gathered(parameter) if is_run(parameter) else whole(parameter.detach())
         flat = part.unit.flat

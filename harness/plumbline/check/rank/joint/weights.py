@@ -19,7 +19,7 @@ from plumbline.replay.memory import address_of
 from plumbline.replay.parameter_copies import ParameterCopies
 from plumbline.replay.precision import ReplayPrecision
 from plumbline.replay.random_state import normal
-from plumbline.replay.unsharding import is_distributed, is_gathered
+from plumbline.replay.unsharding import is_distributed
 
 _KEPT = 5
 """Number of float64 copies of a rank's parameters: weights, weights before moving, a direction, and two gradients."""
@@ -173,26 +173,15 @@ class JointWeights(ParameterCopies):
         self._gathered = gathered
         self._base: dict[int, Tensor] = {}
 
-    def of(self, parameter: nn.Parameter, *, requires_grad: bool, dtype: torch.dtype | None = None) -> nn.Parameter:
-        """Return the leaf for a parameter, the same one each time."""
-        if id(parameter) not in self._copies:
-            one = self._parameters.get(id(parameter)) or self._frozen(parameter)
-            leaf = nn.Parameter(self._copy(one.values(), dtype), requires_grad=False)
-            if not is_gathered(parameter):
-                vars(leaf).update(vars(parameter))
-            self._copies[id(parameter)] = parameter, leaf
-        leaf = self._copies[id(parameter)][1]
-        leaf.requires_grad_(requires_grad)
-        return leaf
-
     def owner_of(self, tensor: Tensor) -> int | None:
         """Return the id of the parameter whose leaf lies in the memory of a tensor, None if there is none."""
         start = address_of(tensor)
         owners = (number for number, (_, leaf) in self._copies.items() if address_of(local(leaf)) == start)
         return next(owners, None) if start else None
 
-    def _frozen(self, parameter: nn.Parameter) -> JointParameter:
-        return JointParameter("", parameter, self._gathered.get(id(parameter)))
+    def _values(self, parameter: nn.Parameter) -> Tensor:
+        one = self._parameters.get(id(parameter))
+        return (one or JointParameter("", parameter, self._gathered.get(id(parameter)))).values()
 
     def move(self, directions: Mapping[int, Tensor], length: float) -> None:
         """Set each leaf to its parameter's values, plus ``length`` times its direction if it has one."""
