@@ -62,7 +62,8 @@ class Derivative:
             place: (self._gradients[place] + self._errors[place]) * along[place] + left[place] for place in places
         }
         received[places[0]] += random.gauss(0.0, 0.5)
-        return Difference([[right]], right, 1.0, LIMIT, received, left)
+        typical = {place: abs(self._gradients[place]) for place in places}
+        return Difference([[right]], right, 1.0, LIMIT, received, left, typical)
 
 
 def found_in(derivative: Derivative) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from plumbline.check.rank.joint.copies_and_parts import (
     replicas_of_stages,
     tied_apart,
 )
-from plumbline.check.rank.joint.derivative import Difference, JointDerivative, RankLosses, Reading
+from plumbline.check.rank.joint.derivative import SUSPICIOUS, Difference, JointDerivative, RankLosses, Reading
 from plumbline.check.rank.joint.forward import RecordedCall
 from plumbline.check.rank.joint.meetings import Meetings
 from plumbline.check.rank.joint.weights import JointParameter
@@ -37,16 +37,15 @@ ROUNDS = 16
 """The most directions that are tried. Each shows the parameters whose gradients exceed the noise of all remaining ones:
 only a few at a time in 16-bit formats. Parameters that no direction shows are left out."""
 
-SUSPICIOUS = 0.25
-"""An error below the limit, but above this share of it, can make the search try all ``ROUNDS`` directions. The limit is
-four standard deviations, where the true deviation may be four times the estimate."""
-
 MOST_UNCONFIRMED = 3
 """After this many wrong directions through many parameters, these count as wrong although no direction through fewer
 shows it."""
 
 UNLUCKY = 2
 """After this many directions in a row that show none of the remaining parameters, no more are tried."""
+
+RARELY = 4.0
+"""A direction shows a parameter only by chance if it needs more than so many standard deviations to do so."""
 
 MOST_HALVES = 48
 """After this many comparisons, the search for single wrong parameters among those of a wrong direction stops."""
@@ -298,7 +297,7 @@ class GradientSearch:
             judged += [index for index in seen if not self._groups[index].is_doubtful]
             remaining = [index for index in remaining if index not in seen]
             unlucky = 0 if seen else unlucky + 1
-            if unlucky == UNLUCKY or not remaining:
+            if unlucky == UNLUCKY or not remaining or (unlucky and self._hides(difference, remaining)):
                 if not unconfirmed and not is_suspicious:
                     break
                 remaining, unlucky = list(self._indices), 0
@@ -352,7 +351,7 @@ class GradientSearch:
 
         Only 16-bit formats can hide gradients of that size.
         """
-        is_large = difference.error(indices) > SUSPICIOUS * difference.limit
+        is_large = difference.error(indices) > SUSPICIOUS * difference.noise
         return self._derivative.is_coarse and is_large and any(difference.left[index] for index in indices)
 
     def _not_averaged(self, doubtful: Sequence[int]) -> list[int]:
@@ -556,6 +555,14 @@ class GradientSearch:
     def _shows(self, difference: Difference, index: int) -> bool:
         """Return whether an error as large as the gradient of a parameter would have been seen."""
         return abs(difference.received[index]) > 2 * difference.limit
+
+    def _hides(self, difference: Difference, indices: Iterable[int]) -> bool:
+        """Return whether other directions through these parameters would show none of them either.
+
+        In 16-bit formats, the noise of a direction says little about that of the next one.
+        """
+        is_small = all(RARELY * difference.typical[index] <= 2 * difference.limit for index in indices)
+        return is_small and not self._derivative.is_coarse
 
     def _named(self, indices: Iterable[int]) -> list[list[object]]:
         """Return the recorded names of parameters, each with the ranks that hold the parameter under this name."""

@@ -58,6 +58,17 @@ LIMIT_16_BIT = 2.0**4
 the few numbers that ranks and passes add: four standard deviations, where the true deviation may be four times the
 estimate."""
 
+SUSPICIOUS = 4.0
+"""The largest error, in multiples of the noise, that is expected in a 16-bit format: four standard deviations."""
+
+MORE_ROUNDINGS = 8
+"""How often rounding is simulated again for a suspicious error in a 16-bit format. One simulation of a loss that all
+ranks compute together is one normal number: less than a sixteenth of its standard deviation once in twenty times."""
+
+LIMIT_OF_MORE = 2.0**3
+"""Largest error of a right gradient then, in multiples of the noise: four standard deviations, where the true deviation
+may be twice the estimate. Student's t with nine degrees of freedom exceeds it once in 45,000 times."""
+
 SAME_FACTOR = 1e-6
 """Relative difference up to which losses, and the factors that ranks find in their gradients, count as equal."""
 
@@ -123,7 +134,8 @@ class Difference:
 
     ``shares``: the terms of the derivative by rank and pass. ``right``: their sum. ``limit``: the largest error of
     right gradients. ``received``: the product of each parameter's gradient with the direction. ``left``: the same with
-    the gradient of the previous step, which remains if it is not zeroed.
+    the gradient of the previous step, which remains if it is not zeroed. ``typical``: the standard deviation of
+    ``received`` over random directions.
     """
 
     shares: list[list[float]]
@@ -132,6 +144,7 @@ class Difference:
     limit: float
     received: Mapping[int, float]
     left: Mapping[int, float]
+    typical: Mapping[int, float]
 
     def error(self, groups: Iterable[int]) -> float:
         """Return the distance of what was received for these groups together from the right value."""
@@ -153,14 +166,15 @@ Sides = tuple[Terms, Terms]
 class Along:
     """What a direction shows, whatever the normalisation and factor of gradients.
 
-    ``rough``: with simulated rounding. ``at_kinks``: with ``MORE_KINKS`` times larger errors, once they are needed.
-    ``products``: for each rank, those of the direction with the received gradients, by the index of the parameter.
+    ``rough``: with simulated rounding. ``again``: with further simulations, once they are needed: ``MORE_ROUNDINGS`` in
+    16-bit formats, else one with ``MORE_KINKS`` times larger errors. ``products``: for each rank, those of the
+    direction with the received gradients, by the index of the parameter.
     """
 
     exact: Sides
     rough: Sides
     products: Sequence[Mapping[str, Sequence[float]]]
-    at_kinks: Sides | None = None
+    again: Sequence[Sides] = ()
 
 
 class JointDerivative:
@@ -422,10 +436,11 @@ class JointDerivative:
         if along is None:
             along = self._measured[key] = self._along(groups, seed, part_of)
         found = self._difference(indices, along)
-        if found.error(indices) > found.limit and not self.is_coarse:
-            if along.at_kinks is None:
+        if found.error(indices) > (SUSPICIOUS * found.noise if self.is_coarse else found.limit):
+            if not along.again:
                 directions, _ = self._directions(groups, seed, part_of)
-                (along.at_kinks,) = self._sides(directions, MORE_KINKS * self.unit)
+                more = [(self.unit, 1 + number) for number in range(MORE_ROUNDINGS)]
+                along.again = self._sides(directions, *(more if self.is_coarse else [(MORE_KINKS * self.unit, 0)]))
             found = self._difference(indices, along)
         return found
 
@@ -446,17 +461,23 @@ class JointDerivative:
             for kind in (0, 2)
         )
         squares = sum(value[1] for own in along.products for value in own.values()) / factor**2
-        rounded = self._changes(shares, along.rough)
-        at_kinks = [] if along.at_kinks is None else self._changes(shares, along.at_kinks)
-        kinks = LIMIT_AT_KINKS * math.hypot(*at_kinks) / math.sqrt(MORE_KINKS) / self.limit
+        rounded = math.hypot(*self._changes(shares, along.rough))
+        again = [math.hypot(*self._changes(shares, one)) for one in along.again]
+        kinks = 0.0
+        if again and self.is_coarse:
+            rounded = LIMIT_OF_MORE * math.hypot(rounded, *again) / math.sqrt(1 + len(again)) / self.limit
+        elif again:
+            kinks = LIMIT_AT_KINKS * math.hypot(*again) / math.sqrt(MORE_KINKS) / self.limit
         cancelled = 2.0**-52 * self._magnitude / (STEP * self._of)
         differences = 4 * math.hypot(*bends) / self.limit
         right = math.fsum(map(math.fsum, shares))
         of_factor = right * self._reading.factor_error
-        noise = math.hypot(self.unit * math.sqrt(squares), *rounded, kinks, differences, cancelled, of_factor)
+        noise = math.hypot(self.unit * math.sqrt(squares), rounded, kinks, differences, cancelled, of_factor)
         if not math.isfinite(noise):
             raise NoAgreementError("the recomputed forward is not finite")
-        return Difference(shares, right, noise, self.limit * noise, received, left_over)
+        lengths, norms = self._lengths(), self._norms()
+        typical = {index: norms[index] * lengths[index] / abs(factor) for index in indices}
+        return Difference(shares, right, noise, self.limit * noise, received, left_over, typical)
 
     def _derivatives(self, sides: Sides) -> Terms:
         forth, back = map(self._counted, sides)
@@ -469,7 +490,7 @@ class JointDerivative:
     def _along(self, groups: Mapping[int, Group], seed: str, part_of: Collection[int] | None) -> Along:
         """Compute S on both sides of the weights, and the products of the direction with what was received."""
         directions, products = self._directions(groups, seed, part_of)
-        exact, rough = self._sides(directions, None, self.unit)
+        exact, rough = self._sides(directions, None, (self.unit, 0))
         every = self._exchange.values({str(index): value for index, value in products.items()})
         return Along(exact, rough, every)
 
@@ -499,26 +520,31 @@ class JointDerivative:
 
         Otherwise those with small gradients would show nothing beside the others.
         """
-        norms = [
-            math.sqrt(sum(self.every[rank][number]["square"] for rank, number in group.instances[0]))
-            for group in self.groups
-        ]
-        effects = [norm * group.size for norm, group in zip(norms, self.groups, strict=True)]
+        effects = [norm * group.size for norm, group in zip(self._norms(), self.groups, strict=True)]
         typical = statistics.median([one for one in effects if one] or [1.0])
         return [
             group.size * min(max(typical / effect if effect else 1.0, 1 / LONGER), LONGER)
             for group, effect in zip(self.groups, effects, strict=True)
         ]
 
-    def _sides(self, directions: Mapping[int, Tensor], *units: float | None) -> list[Sides]:
-        """Return the terms of S on both sides of the weights, for each unit roundoff; None is that of float64."""
-        forth, back = (self._at(directions, length, units) for length in (STEP, -STEP))
+    def _norms(self) -> list[float]:
+        """Return the norm of what was received for each group."""
+        return [
+            math.sqrt(sum(self.every[rank][number]["square"] for rank, number in group.instances[0]))
+            for group in self.groups
+        ]
+
+    def _sides(self, directions: Mapping[int, Tensor], *roundings: tuple[float, int] | None) -> list[Sides]:
+        """Return the terms of S on both sides of the weights, for each unit roundoff and seed; None is for float64."""
+        forth, back = (self._at(directions, length, roundings) for length in (STEP, -STEP))
         return list(zip(forth, back, strict=True))
 
-    def _at(self, directions: Mapping[int, Tensor], length: float, units: Sequence[float | None]) -> Iterator[Terms]:
+    def _at(
+        self, directions: Mapping[int, Tensor], length: float, roundings: Sequence[tuple[float, int] | None]
+    ) -> Iterator[Terms]:
         def compute() -> list[list[float]]:
             self._weights.move(directions, length)
-            return [self._forward.terms(unit) for unit in units]
+            return [self._forward.terms(rounding) for rounding in roundings]
 
         return map(list, zip(*self._all(compute), strict=True))
 

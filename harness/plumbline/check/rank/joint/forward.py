@@ -110,7 +110,7 @@ class JointForward:
 
     def rehearse_roughly(self, unit: float) -> list[float]:
         """Run the calls in float64 with simulated rounding at this unit roundoff, and return the terms of S."""
-        return self._terms(self._outputs(self._rough_constants, unit), self._rough_constants)
+        return self._terms(self._outputs(self._rough_constants, (unit, 0)), self._rough_constants)
 
     def exchanges(self) -> list[tuple[str, Terms]]:
         """Return the communicating functions in these calls, with this rank's terms of their derivatives."""
@@ -126,14 +126,17 @@ class JointForward:
             )
         return found
 
-    def terms(self, unit: float | None = None) -> list[float]:
-        """Return this rank's terms of S at the current weights, by pass; see ``rehearse_roughly`` for ``unit``."""
-        constants = self._constants if unit is None else self._rough_constants
+    def terms(self, rounding: tuple[float, int] | None = None) -> list[float]:
+        """Return this rank's terms of S at the current weights, by pass; see ``rehearse_roughly``.
+
+        ``rounding``: the unit roundoff of simulated errors, and the number of the simulation.
+        """
+        constants = self._constants if rounding is None else self._rough_constants
         for one in constants:
             one.replay()
-        return self._terms(self._outputs(constants, unit), constants)
+        return self._terms(self._outputs(constants, rounding), constants)
 
-    def _outputs(self, constants: Sequence[Constants], unit: float | None) -> list[list[Tensor]]:
+    def _outputs(self, constants: Sequence[Constants], rounding: tuple[float, int] | None) -> list[list[Tensor]]:
         return [
             forward_together(
                 one.call,
@@ -141,7 +144,7 @@ class JointForward:
                 self._weights,
                 self._drawn[index],
                 constants[index],
-                None if unit is None else Rounding(unit, index),
+                None if rounding is None else Rounding(rounding[0], index + rounding[1] * len(self._calls)),
             )[0]
             for index, one in enumerate(self._calls)
         ]
