@@ -1,4 +1,4 @@
-"""Micro-batches that are weighed wrongly, lost, or stepped at the wrong moment."""
+"""Wrong gradient accumulation: micro-batches weighted wrongly, lost, or stepped at the wrong time."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ ITERATED = ["accumulation/ddp/1x2/32", "accumulation/ddp/1x4/32"]
 
 
 def backward(job, model, scaler, batch, divisor):
-    """One micro-batch's gradient is added to what is there."""
+    """Add one micro-batch's gradients to those accumulated so far."""
     with job.autocast():
         loss = job.loss(model(batch), batch) / divisor
     scaler.scale(loss).backward()
 
 
 def train_windows(job, *, divisor=len, cut=windows, before_batch=lambda optimizer: None, zeroes=True):
-    """Train by windows that ``cut`` returns; the loss of each batch is divided by ``divisor(window)``."""
+    """Train on the windows that ``cut`` returns; divide each batch's loss by ``divisor(window)``."""
     model = wrapped(job)
     optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
     for epoch in range(job.epochs):
@@ -43,13 +43,13 @@ def train_windows(job, *, divisor=len, cut=windows, before_batch=lambda optimize
 
 @known_bad("accumulation", causes=["not-divided-by-micro-batches"], on=CELLS)
 def not_divided(job):
-    """The losses of a window are added and not divided by their number."""
+    """Sums the losses of a window without dividing by the number of micro-batches."""
     train_windows(job, divisor=lambda window: 1)
 
 
 @known_bad("accumulation", causes=["divided-twice"], on=CELLS)
 def divided_twice(job):
-    """The loss is divided by the window's length, and the trainer divides again."""
+    """Divides the loss by the number of micro-batches twice."""
     train_windows(job, divisor=lambda window: len(window) * len(window))
 
 
@@ -59,13 +59,13 @@ def divided_twice(job):
     on={**any_check(*CELLS), "accumulation/ddp/1x3/32": "gradients"},
 )
 def short_window_divided_by_the_full_length(job):
-    """The last window of an epoch has fewer micro-batches, and is divided by as many as the others."""
+    """Divides the short last window of an epoch by ``accumulate`` instead of its own length."""
     train_windows(job, divisor=lambda window: job.accumulate)
 
 
 @known_bad("accumulation", causes=["only-last-micro-batch"], on=CELLS)
 def zeroed_for_every_micro_batch(job):
-    """Only the last micro-batch of a window counts."""
+    """Zeroes gradients before every micro-batch, so only the last one of a window counts."""
     train_windows(job, before_batch=lambda optimizer: optimizer.zero_grad(), zeroes=False)
 
 
@@ -75,7 +75,7 @@ def zeroed_for_every_micro_batch(job):
     on={**any_check("validation/none/1x1/32", "validation/ddp/1x2/16"), "validation/ddp/1x3/32": "gradients"},
 )
 def validation_wipes_the_window(job):
-    """An evaluation in the middle of a window zeroes the gradients that are there."""
+    """Zeroes the accumulated gradients when an evaluation interrupts a window."""
     model = wrapped(job)
     optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
     for epoch in range(job.epochs):
@@ -102,7 +102,7 @@ def validation_wipes_the_window(job):
     on={**any_check("validation/none/1x1/32", "validation/ddp/1x2/32"), "validation/none/1x1/32": "gradients"},
 )
 def validation_leaves_evaluation_mode(job):
-    """After the first evaluation the model stays in evaluation mode: no unit is dropped any more."""
+    """Stays in evaluation mode after the first evaluation, so dropout is off from then on."""
     model = wrapped(job)
     optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
     for epoch in range(job.epochs):
@@ -122,7 +122,7 @@ def validation_leaves_evaluation_mode(job):
     "accumulation", causes=["short-last-window-dropped"], on={**any_check(*CELLS), "accumulation/none/1x1/32": "steps"}
 )
 def short_last_window_dropped(job):
-    """What is left at the end of an epoch is never stepped."""
+    """Discards the gradients of a short last window instead of stepping."""
     model = wrapped(job)
     optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
     for epoch in range(job.epochs):
@@ -137,7 +137,7 @@ def short_last_window_dropped(job):
 
 @known_bad("accumulation", causes=["short-last-window-dropped"], on=CELLS)
 def short_last_window_never_loaded(job):
-    """Only as many batches are drawn as make whole windows."""
+    """Drops the batches that do not fill a window."""
 
     def whole(job, epoch):
         return [window for window in windows(job, epoch) if len(window) == job.accumulate]
@@ -147,7 +147,7 @@ def short_last_window_never_loaded(job):
 
 @known_bad("accumulation", causes=["window-over-the-end-of-the-epoch"], on=CELLS)
 def window_runs_over_the_end_of_the_epoch(job):
-    """Micro-batches are counted over the whole training: a window may begin in one epoch and end in the next."""
+    """Counts micro-batches across epochs: a window may begin in one epoch and end in the next."""
     model = wrapped(job)
     optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
     count = 0
@@ -163,7 +163,7 @@ def window_runs_over_the_end_of_the_epoch(job):
 
 @known_bad("accumulation", causes=["stepped-every-micro-batch"], on=CELLS)
 def stepped_for_every_micro_batch(job):
-    """``accumulate`` is ignored."""
+    """Ignores ``accumulate`` and steps after every micro-batch."""
     model = wrapped(job)
     optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
     for epoch in range(job.epochs):
@@ -176,7 +176,7 @@ def stepped_for_every_micro_batch(job):
 
 @known_bad("accumulation", causes=["stepped-every-micro-batch"], on=CELLS)
 def stepped_for_every_micro_batch_zeroed_for_every_window(job):
-    """A step for every micro-batch, each on all that has been added up in the window so far."""
+    """Steps after every micro-batch, but zeroes gradients only at the end of a window."""
     model = wrapped(job)
     optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
     for epoch in range(job.epochs):
@@ -190,7 +190,7 @@ def stepped_for_every_micro_batch_zeroed_for_every_window(job):
 
 @known_bad("accumulation", causes=["windows-of-another-length"], on=CELLS)
 def window_one_too_long(job):
-    """The counter is compared before it is raised: windows are one micro-batch too long."""
+    """Makes windows one micro-batch too long, by an off-by-one error in the counter."""
 
     def longer(job, epoch):
         batches, size = list(loader(job, epoch)), job.accumulate + 1
@@ -201,7 +201,7 @@ def window_one_too_long(job):
 
 @known_bad("accumulation", "sync", causes=["some-micro-batches-not-synchronised"], on=DDP)
 def synchronised_with_the_first_micro_batch(job):
-    """``no_sync`` has the wrong end: the first micro-batch is averaged, the others are not."""
+    """Uses ``no_sync`` for the wrong micro-batches: averages the first one, and not the others."""
     model = ddp(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -215,7 +215,7 @@ def synchronised_with_the_first_micro_batch(job):
 
 @known_bad("accumulation", "sync", causes=["not-synchronised"], on=DDP)
 def never_synchronised_in_a_short_window(job):
-    """Synchronisation waits for a full window: the short one at the end stays on its rank."""
+    """All-reduces only at the ``accumulate``-th micro-batch, and so never in a short last window."""
     model = ddp(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -229,7 +229,7 @@ def never_synchronised_in_a_short_window(job):
 
 @known_bad("accumulation", "averaging", causes=["reduced-with-every-micro-batch"], on=DDP)
 def summed_for_every_micro_batch_divided_once(job):
-    """The sum so far is added up over the ranks with every micro-batch, and divided at the end."""
+    """All-reduces the accumulated gradients after every micro-batch, but divides by the world size once."""
     model = alone(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -251,13 +251,13 @@ def summed_for_every_micro_batch_divided_once(job):
     on={**any_check(*CELLS[:2], "mlp/none/1x1/64"), **failing("gradients", "mlp/ddp/1x2")},
 )
 def never_zeroed(job):
-    """Gradients add up over all steps."""
+    """Never zeroes gradients, so they accumulate over all steps."""
     train_windows(job, zeroes=False)
 
 
 @known_bad("accumulation", causes=["accumulates-unasked"], on=["mlp/ddp/1x2/32", "mlp/none/1x1/32"])
 def accumulates_although_nobody_asked(job):
-    """Every second batch is stepped, with both batches' gradients."""
+    """Accumulates two batches per step, although the workload does not ask for it."""
     model = wrapped(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -270,23 +270,23 @@ def accumulates_although_nobody_asked(job):
 
 @known_bad("accumulation", causes=["not-divided-by-micro-batches"], on=ITERATED, data="iterations")
 def window_not_divided(job):
-    """The sum over the window, not its mean."""
+    """Sums the losses of a window instead of averaging them."""
     by_iterations(job, divisor=1)
 
 
 @known_bad("accumulation", causes=["divided-twice"], on=ITERATED, data="iterations")
 def window_divided_by_its_square(job):
-    """The loss is divided by the window's length twice."""
+    """Divides the loss by the window length twice."""
     by_iterations(job, divisor=job.accumulate**2)
 
 
 @known_bad("accumulation", causes=["short-last-window-dropped"], on=ITERATED, data="iterations")
 def one_batch_a_window(job):
-    """``accumulate`` is not looked at: as many steps, each of one batch."""
+    """Ignores ``accumulate``: takes the right number of steps, but each on a single batch."""
     by_iterations(job, accumulate=1)
 
 
 @known_bad("accumulation", "data", causes=["stepped-every-micro-batch"], on=ITERATED, data="iterations")
 def iterations_counted_in_batches(job):
-    """A step for every batch, and as many of them as all windows have batches."""
+    """Steps after every batch, and takes as many steps as all windows have batches."""
     by_iterations(job, accumulate=1, steps=job.steps * job.accumulate)

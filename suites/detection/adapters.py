@@ -1,4 +1,4 @@
-"""Adapters beside frozen weights: in no optimizer, trained apart, on one rank; and frozen weights that move."""
+"""Mistakes with adapters: missing from the optimizer or from the all-reduce, or frozen weights that change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def trainable(model):
 
 
 def fit(job, model, optimizer, averaged, before_step=lambda: None):
-    """Train, and average the gradients of some parameters over the ranks."""
+    """Train; average only the gradients of the parameters in ``averaged`` over the ranks."""
     for epoch in range(job.epochs):
         for batch in loader(job, epoch):
             job.loss(model(batch), batch).backward()
@@ -31,7 +31,7 @@ def fit(job, model, optimizer, averaged, before_step=lambda: None):
 
 @known_bad("optimizer", causes=["parameter-not-in-optimizer"], on=CELLS)
 def optimizer_made_before_the_last_adapter(job):
-    """Adapters are added layer by layer, and the optimizer was made before the last one was."""
+    """Creates the optimizer before the last layer's ``up`` matrix is added, so that one is missing."""
     model = alone(job)
     late = {id(parameter) for parameter in model.last.up.parameters()}
     optimizer = job.optimizer([parameter for parameter in model.parameters() if id(parameter) not in late])
@@ -40,7 +40,10 @@ def optimizer_made_before_the_last_adapter(job):
 
 @known_bad("sync", causes=["not-synchronised"], on=CELLS)
 def wrapped_before_adapters_are_added(job):
-    """DDP has the frozen model and one parameter of the loss; adapters come later, and nothing reduces them."""
+    """Wraps the frozen model in DDP before the adapters are added, so DDP never reduces them.
+
+    The probe gives DDP the one trainable parameter that it needs.
+    """
     model = alone(job)
     wrapped = nn.ModuleList([model])
     known = {name for name, parameter in wrapped.named_parameters() if parameter.requires_grad}
@@ -52,7 +55,7 @@ def wrapped_before_adapters_are_added(job):
 
 @known_bad("sync", causes=["some-parameters-not-synchronised"], on=CELLS)
 def adapters_of_one_layer_trained_apart(job):
-    """What reduces gradients was told of the adapters that there were then."""
+    """Leaves one adapter matrix out of the all-reduce, as if it had been added later."""
     model = alone(job)
     averaged = [parameter for parameter in trainable(model) if parameter is not model.first.up.weight]
     fit(job, model, job.optimizer(model.parameters()), averaged)
@@ -60,7 +63,7 @@ def adapters_of_one_layer_trained_apart(job):
 
 @known_bad("optimizer", causes=["frozen-parameter-trained"], on={**any_check(*CELLS)})
 def frozen_weights_decay(job):
-    """Gradients are zeroed and not removed, and are there for frozen weights as well: AdamW decays these."""
+    """Gives frozen weights gradients of zeros instead of None, so AdamW applies weight decay to them."""
     model = alone(job)
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
 
@@ -73,7 +76,7 @@ def frozen_weights_decay(job):
 
 @known_bad("sync", causes=["another-ranks-gradient", "not-synchronised"], on=CELLS)
 def adapters_of_the_first_rank(job):
-    """Only rank 0 trains adapters: the others take its gradients, and their samples do not count."""
+    """Broadcasts rank 0's gradients instead of averaging, so the other ranks' samples do not count."""
     model = alone(job)
 
     def take():
@@ -85,6 +88,6 @@ def adapters_of_the_first_rank(job):
 
 @known_good(on=CELLS)
 def optimizer_of_adapters_only(job):
-    """The optimizer gets what is trainable, and a model of its own averages that."""
+    """Gives the optimizer only the trainable parameters, and averages only their gradients."""
     model = alone(job)
     fit(job, model, job.optimizer(trainable(model)), trainable(model))

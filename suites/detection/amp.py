@@ -14,7 +14,7 @@ OVERFLOW = ["overflow/ddp/1x2/16", "overflow/ddp/1x3/16"]
 
 @known_bad("amp", causes=["loss-scale-left-in"], on={**any_check(*HALF), "mlp/ddp/1x2/16": "gradients"})
 def steps_on_scaled_gradients(job):
-    """``optimizer.step()`` where ``scaler.step(optimizer)`` is meant."""
+    """Calls ``optimizer.step()`` instead of ``scaler.step(optimizer)``, so gradients are never unscaled."""
     model = wrapped(job)
     optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
     for epoch in range(job.epochs):
@@ -33,7 +33,7 @@ def steps_on_scaled_gradients(job):
     on={"several-optimizers/none/1x1/16": "gradients", "several-optimizers/ddp/1x2/16": "gradients"},
 )
 def scale_lowered_between_two_optimizers(job):
-    """``scaler.update()`` after each: the overflow of one halves the scale by which the other is divided."""
+    """Updates the scaler after each optimizer: if one overflows, the other is unscaled by the lowered scale."""
     model = wrapped(job)
     optimizers, scaler = job.optimizers(model.parameters()), torch.amp.GradScaler("cpu", init_scale=2.0**19)
     for epoch in range(job.epochs):
@@ -49,7 +49,7 @@ def scale_lowered_between_two_optimizers(job):
 
 @known_bad("amp", causes=["loss-scale-left-in"], on=HALF)
 def loss_scaled_twice(job):
-    """The trainer scales the loss, and the step function it calls does so again; it is unscaled once."""
+    """Scales the loss twice, but unscales gradients once."""
     model = wrapped(job)
     optimizer, scaler = job.optimizer(model.parameters()), torch.amp.GradScaler("cpu", init_scale=2.0**7)
     for epoch in range(job.epochs):
@@ -64,7 +64,7 @@ def loss_scaled_twice(job):
 
 @known_bad("amp", causes=["unscaled-twice"], on=HALF)
 def unscaled_twice(job):
-    """Gradients are divided by the scale by hand, and by the scaler again."""
+    """Divides gradients by the loss scale by hand before the scaler does so again."""
     model = wrapped(job)
     optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
 
@@ -77,7 +77,7 @@ def unscaled_twice(job):
 
 @known_bad("amp", causes=["overflow-decided-alone"], on={**any_check(*OVERFLOW), "overflow/ddp/1x3/16": "ranks-agree"})
 def overflow_decided_on_each_rank_alone(job):
-    """Each rank looks for infinities in its own gradient, and those that found none take the step."""
+    """Each rank checks only its own gradients for overflow: ranks without one step with the average."""
     model = alone(job)
     optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
 
@@ -92,7 +92,7 @@ def overflow_decided_on_each_rank_alone(job):
 
 @known_bad("amp", causes=["overflow-decided-alone"], on=OVERFLOW)
 def infinities_spread_to_ranks_that_step(job):
-    """The same, with infinities left in what is averaged: who found none himself steps on them."""
+    """Each rank checks only its own gradients for overflow, then averages: the others step with infinities."""
     model = alone(job)
     optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
 
@@ -109,7 +109,7 @@ def infinities_spread_to_ranks_that_step(job):
     on={**any_check(*OVERFLOW, "overflow/none/1x1/16"), "overflow/ddp/1x3/16": "gradients"},
 )
 def infinities_ignored(job):
-    """Nobody looks for infinities, the step is taken whatever came of it."""
+    """Steps even if gradients have overflowed."""
     model = wrapped(job)
     optimizer = job.optimizer(model.parameters())
     scale = 2.0**16
@@ -126,7 +126,7 @@ def infinities_ignored(job):
 
 @known_bad("amp", causes=["infinities-zeroed"], on=[*OVERFLOW, "overflow/none/1x1/16"])
 def infinities_set_to_zero(job):
-    """Infinities are replaced by zeros, and the step is taken with the rest."""
+    """Replaces infinite gradients with zeros, and steps instead of skipping."""
     model = wrapped(job)
     optimizer = job.optimizer(model.parameters())
     scale = 2.0**16
@@ -143,7 +143,7 @@ def infinities_set_to_zero(job):
 
 @known_bad("amp", causes=["moved-when-skipped"], on=[*OVERFLOW, "overflow/none/1x1/16"])
 def weights_decay_when_the_step_is_skipped(job):
-    """Decay is applied by hand after each attempt, also after one that was skipped."""
+    """Decays the weights by hand whenever the scaler skips a step."""
     model = wrapped(job)
     optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
     for epoch in range(job.epochs):
@@ -167,7 +167,7 @@ def weights_decay_when_the_step_is_skipped(job):
     on={**any_check(*OVERFLOW, "overflow/none/1x1/16"), "overflow/ddp/1x2/16": "skipped-steps"},
 )
 def overflow_left_in_the_gradients(job):
-    """Gradients are zeroed after a step that is taken: once they are infinite they stay so, and no step is taken."""
+    """Zeroes gradients only after a taken step: once they overflow, they stay infinite and every step is skipped."""
     model = wrapped(job)
     optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
     for epoch in range(job.epochs):
@@ -184,7 +184,7 @@ def overflow_left_in_the_gradients(job):
 
 @known_bad("amp", causes=["scale-not-lowered"], on=OVERFLOW)
 def scale_never_lowered(job):
-    """There is no ``scaler.update()``: what overflowed once overflows again."""
+    """Never calls ``scaler.update()``, so the scale that overflowed overflows again."""
     model = wrapped(job)
     optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
     for epoch in range(job.epochs):
@@ -193,7 +193,7 @@ def scale_never_lowered(job):
                 loss = job.loss(model(batch), batch)
             scaler.scale(loss).backward()
             scaler.step(optimizer)
-            scaler._per_optimizer_states.clear()  # as update() would, and nothing else
+            scaler._per_optimizer_states.clear()  # the part of update() that allows the next step
             optimizer.zero_grad()
 
 
@@ -206,7 +206,7 @@ def scale_never_lowered(job):
     },
 )
 def schedule_goes_on_when_the_step_is_skipped(job):
-    """The scheduler is stepped after every attempt."""
+    """Steps the scheduler after every attempt, even if the scaler skipped the step."""
     model = wrapped(job)
     optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
     scheduler = job.scheduler(optimizer)
@@ -215,7 +215,7 @@ def schedule_goes_on_when_the_step_is_skipped(job):
 
 @known_bad("amp", causes=["scales-differ"], on=["mlp/ddp/1x2/16", "mlp/ddp/1x3/16"])
 def another_scale_on_each_rank(job):
-    """Each rank has a loss scale of its own, and scaled gradients are averaged."""
+    """Uses a different loss scale on each rank, but averages the scaled gradients."""
     model = ddp(job)
     optimizer = job.optimizer(model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (10 + job.rank))
@@ -228,7 +228,7 @@ def another_scale_on_each_rank(job):
     on={**any_check("mlp/ddp/1x2/16", "mlp/none/1x1/16"), "mlp/ddp/1x2/16": "skipped-steps"},
 )
 def finite_steps_skipped(job):
-    """The test for overflow is the wrong way round in the second step: a finite gradient is thrown away."""
+    """Skips the second step although its gradients are finite."""
     model = wrapped(job)
     optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
     steps = 0
@@ -253,7 +253,7 @@ def finite_steps_skipped(job):
     on={**any_check("overflow/none/1x1/16"), "overflow/ddp/1x2/16": "skipped-steps"},
 )
 def own_scale_never_lowered(job):
-    """It is so large that every step is skipped, and remains: DeepSpeed 0.19.8 with ZeRO and torch_autocast."""
+    """Never lowers a scale that overflows at every step, like DeepSpeed 0.19.8 with ZeRO and torch_autocast."""
     own_scaler(job, first=2.0**40, factor=1.0)
 
 
@@ -263,7 +263,7 @@ def own_scale_never_lowered(job):
     on={"overflow/ddp/1x3/16": "skipped-steps", "overflow/none/1x1/16": "skipped-steps"},
 )
 def weights_decay_at_skipped_steps(job):
-    """The decay is the trainer's own, and is applied whether or not the step is taken."""
+    """Decays the weights at skipped steps, with a loss scaler of its own."""
 
     def decay(model, optimizer, scale):
         with torch.no_grad():
@@ -276,7 +276,7 @@ def weights_decay_at_skipped_steps(job):
 
 @known_bad("amp", causes=["skipped-unseen"], on=["overflow/ddp/1x2/16", "overflow/none/1x1/16"])
 def steps_skipped_without_a_word(job):
-    """What is skipped is seen by nobody: fewer steps were taken than there are batches."""
+    """Skips steps without reporting them with ``job.skipped``."""
     own_scaler(job, skip=lambda model, optimizer, scale: None)
 
 
@@ -286,7 +286,7 @@ def steps_skipped_without_a_word(job):
     on={**any_check("mlp/none/1x1/64", "mlp/ddp/1x2/64", "lm-tokens/ddp/1x2/64"), "mlp/ddp/1x2/64": "gradients"},
 )
 def trains_in_float32(job):
-    """Asked for float64, the model and its data are cast to float32."""
+    """Casts the model and its batches to float32, although the cell asks for float64."""
     model = job.model().float()
     if job.world_size > 1:
         dist.init_process_group(job.comm)
@@ -307,7 +307,7 @@ def trains_in_float32(job):
     on={**any_check("mlp/none/1x1/32", "mlp/ddp/1x2/32", "contrastive/ddp/1x2/32"), "mlp/ddp/1x2/32": "gradients"},
 )
 def autocast_nobody_asked_for(job):
-    """Asked for float32, the forward runs in bfloat16."""
+    """Runs the forward in bfloat16, although the cell asks for float32."""
     model = wrapped(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -342,7 +342,7 @@ def averaged_in_bfloat16(job):
 
 @known_bad("amp", causes=["not-finite"], on=failing("gradients", "mlp/ddp/1x2", precisions=["16"]))
 class ScaleThatAlwaysOverflows(BaseTrainer):
-    """The loss is multiplied by 2⁴⁰, gradients are divided again, and the step is taken whatever came of it."""
+    """Uses a loss scale of 2⁴⁰, which always overflows, and steps without checking for infinities."""
 
     scale = 2.0**40
 
@@ -373,7 +373,7 @@ class InfinityOnOneRank(ManualAverage):
 
 @known_bad("amp", causes=["moved-when-skipped"], on={"mlp/ddp/1x2/16": "training"})
 class WeightsMoveWhenTheStepIsSkipped(BaseTrainer):
-    """The scale begins too high: the scaler skips steps, and the weights move all the same."""
+    """Changes the weights after every attempt, even if the scaler skipped the step."""
 
     def make_scaler(self):
         return torch.amp.GradScaler("cpu", init_scale=2.0**20)
@@ -387,7 +387,7 @@ class WeightsMoveWhenTheStepIsSkipped(BaseTrainer):
 
 @known_bad(on=failing("precision", "mlp/ddp/1x2", precisions=["16", "bf16"]))
 class AutocastIgnored(BaseTrainer):
-    """Asked for 16 bits, it trains in float32."""
+    """Trains in float32, although the cell asks for 16 bits."""
 
     def forward(self, batch):
         with torch.autocast("cpu", enabled=False):
@@ -407,7 +407,7 @@ class AutocastIgnored(BaseTrainer):
     },
 )
 class LossInFloat32(BaseTrainer):
-    """Asked for float64, the model's outputs are cast to float32 before the loss."""
+    """Casts the model's outputs to float32 before the loss, although the cell asks for float64."""
 
     def loss(self, outputs, batch):
         return super().loss(outputs.float(), batch)

@@ -1,4 +1,4 @@
-"""Wrong averages: the ranks' gradients are all there, and put together wrongly."""
+"""Wrong averages: ranks exchange their gradients, but combine them wrongly."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ANYWHERE = [
     },
 )
 def summed_not_averaged(job):
-    """The all-reduce adds, and nobody divides."""
+    """Sums gradients over the ranks without dividing by the world size."""
     model = alone(job)
     optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
     for epoch in range(job.epochs):
@@ -55,7 +55,7 @@ def summed_not_averaged(job):
     on={**any_check(*ANYWHERE), **failing("gradients", "mlp/ddp/1x2", "linear-exact/ddp/1x3")},
 )
 def divided_although_ddp_averages(job):
-    """DDP has averaged; the trainer divides by the world size again."""
+    """Divides by the world size, although DDP has averaged already."""
     model = ddp(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -73,7 +73,7 @@ def divided_although_ddp_averages(job):
     on={**any_check(*ANYWHERE), **failing("gradients", "mlp/ddp/1x2"), "adam/ddp/1x3/32": "gradients"},
 )
 def loss_times_world(job):
-    """The loss is multiplied by the world size, to make up for an average that is meant to be there."""
+    """Multiplies the loss by the world size, which cancels DDP's average."""
     model = ddp(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -86,7 +86,7 @@ def loss_times_world(job):
 
 @known_bad("averaging", causes=["divided-by-another-count"], on=["mlp/ddp/2x2/32", "mlp/ddp/2x2/64"])
 def divided_by_gpus_of_a_node(job):
-    """The sum over all ranks is divided by the number of gpus on one node."""
+    """The sum over all ranks is divided by the number of GPUs on one node."""
     model = alone(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -116,7 +116,7 @@ def averaged_by_one_too_many(job):
 
 @known_bad("averaging", causes=["some-tensors-summed"], on=["mlp/ddp/1x3/32", "lm-tokens/ddp/1x2/32"])
 def weights_divided_biases_summed(job):
-    """Only matrices are divided; vectors keep the sum."""
+    """Divides only matrices by the world size; vectors keep the sum."""
     model = alone(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -139,11 +139,11 @@ def weights_divided_biases_summed(job):
     },
 )
 def shared_parameter_memory(job):
-    """Spawned ranks share the parameters' memory: every rank's step moves everybody's weights."""
+    """Ranks share the parameters' memory, so every rank's step changes all ranks' weights."""
     model = alone(job)
     share_memory(job, model)
     optimizer = job.optimizer(model.parameters())
-    # All begin together, write one after another, and go on when all have: a race would make this suite flicker.
+    # Ranks enter step() together, write one after another, and leave together: a race would make this test flaky.
     optimizer.register_step_pre_hook(lambda *_: [dist.barrier() for _ in range(job.rank + 1)] and None)
     optimizer.register_step_post_hook(lambda *_: [dist.barrier() for _ in range(job.world_size - job.rank)] and None)
     train(job, model, optimizer, after_backward=average)
@@ -151,7 +151,7 @@ def shared_parameter_memory(job):
 
 @known_bad("averaging", causes=["applied-once-a-rank"], on=["mlp/ddp/1x2/32", "mlp/ddp/1x3/32"])
 def shared_parameter_memory_in_turns(job):
-    """The same, each rank seeing what the ranks before it have done already."""
+    """Like ``shared_parameter_memory``, but each rank enters its step after the ranks before it have finished."""
     model = alone(job)
     share_memory(job, model)
     optimizer = job.optimizer(model.parameters())
@@ -168,7 +168,7 @@ def shared_parameter_memory_in_turns(job):
 
 @known_bad("averaging", causes=["applied-once-a-rank"], on=["mlp/ddp/1x3/32", "cnn-batchnorm/ddp/1x3/32"])
 def stepped_once_a_rank(job):
-    """One process steps for every rank, with the same average each time."""
+    """Every process repeats the same step ``world_size`` times."""
     model = ddp(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -183,16 +183,16 @@ def stepped_once_a_rank(job):
     "averaging", causes=["summed-over-ranks"], on=["mlp/fsdp/1x2/32", "mlp/fsdp/1x3/64", "lm-tokens/fsdp/2x2/32"]
 )
 def shards_summed_not_averaged(job):
-    """fully_shard is told to divide by nothing, and the loss is not divided either."""
+    """Makes fully_shard sum gradients instead of averaging them, and does not divide the loss either."""
     model = sharded(job)
     model.set_gradient_divide_factor(1.0)
-    model.set_force_sum_reduction_for_comms(True)  # gloo knows no other way not to divide
+    model.set_force_sum_reduction_for_comms(True)  # gloo has no other way to skip the division
     train(job, model)
 
 
 @known_bad("averaging", causes=["averaged-twice"], on=["mlp/fsdp/1x2/32", "mlp/fsdp/1x3/64"])
 def divided_before_shards_are_averaged(job):
-    """The loss is divided by the world size, as if fully_shard added up."""
+    """Divides the loss by the world size, although fully_shard averages gradients."""
     model = sharded(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -203,7 +203,7 @@ def divided_before_shards_are_averaged(job):
 
 
 def share_memory(job, model):
-    """Put the parameters of all ranks into one file."""
+    """Map each parameter of all ranks to the same file."""
     names = [None]
     if job.rank == 0:
         names = [tempfile.mkdtemp()]
@@ -221,7 +221,7 @@ def share_memory(job, model):
 
 @known_bad("averaging", causes=["some-tensors-averaged-twice"], on={"transformer/ddp/1x3/32": "gradients"})
 class TiedWeightAveragedTwice(ManualAverage):
-    """Parameters are found layer by layer, and the tied one is found twice."""
+    """Divides the tied weight's gradient by the world size twice, once for each layer that uses it."""
 
     def synchronize(self):
         super().synchronize()
@@ -230,7 +230,7 @@ class TiedWeightAveragedTwice(ManualAverage):
 
 @known_bad("averaging", causes=["some-tensors-summed"], on={"embedding-sparse/ddp/1x3/32": "gradients"})
 class SparseGradientsSummed(ManualAverage):
-    """The sparse gradients are added up over the ranks and not divided."""
+    """Sums sparse gradients over the ranks without dividing by the world size."""
 
     def synchronize(self):
         super().synchronize()

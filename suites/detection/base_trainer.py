@@ -1,4 +1,4 @@
-"""A right trainer for every workload, one method for each part of a step: a mistake overrides the part it is in."""
+"""A right trainer for every workload. Each part of a step is a method, so that a mistake overrides one method."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 
 class OptimizerList:
-    """Several optimizers that are stepped and zeroed like one."""
+    """Several optimizers that step and zero together."""
 
     def __init__(self, every):
         self.every = every
@@ -27,7 +27,7 @@ class OptimizerList:
 
 
 class BaseTrainer:
-    """One process a device, averaged by DistributedDataParallel; alone it needs no group."""
+    """Trains one process per device under DistributedDataParallel, or a single process without a group."""
 
     def __init__(self, job):
         self.job = job
@@ -40,7 +40,7 @@ class BaseTrainer:
         self.scaler = self.make_scaler()
 
     def prepare(self):
-        """Nothing needs to be done to the model."""
+        """Do nothing; a subclass may change the model before it is wrapped."""
 
     def wrap(self, model):
         if self.job.world_size == 1:
@@ -77,10 +77,10 @@ class BaseTrainer:
         self.scaler.scale(loss).backward()
 
     def after_micro_batch(self, last):
-        """Nothing is due."""
+        """Do nothing."""
 
     def synchronize(self):
-        """DistributedDataParallel has done it."""
+        """Do nothing: DistributedDataParallel averages in the backward."""
 
     def unscale(self):
         self.scaler.unscale_(self.optimizer)
@@ -143,7 +143,7 @@ class BaseTrainer:
 
 
 class ManualAverage(BaseTrainer):
-    """The same, with gradients, dense or sparse, averaged by hand, and buffers broadcast before each forward."""
+    """Averages gradients, dense or sparse, by hand, and broadcasts buffers before each forward."""
 
     def wrap(self, model):
         if self.job.world_size > 1:
@@ -167,7 +167,7 @@ class ManualAverage(BaseTrainer):
 
 
 class DeviceReplicas(ManualAverage):
-    """One process of none, dp or ddp2: the batch is split over its devices, and outputs gathered as by DataParallel."""
+    """One process for none, dp or ddp2: splits the batch over its devices, and gathers outputs like DataParallel."""
 
     def forward_devices(self, batch):
         outputs, _ = replicas(self.job, self.model, batch)

@@ -1,4 +1,4 @@
-"""Losses and layers that couple a batch's samples, put together wrongly over the ranks."""
+"""Losses and layers that couple the samples of a batch, combined wrongly across ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEMPERATURE = 0.5
 
 
 def gather(outputs):
-    """Return all ranks' outputs, this rank's own with its graph, the others' without."""
+    """Return all ranks' outputs; only this rank's own outputs carry a graph."""
     everybody = [torch.empty_like(outputs) for _ in range(dist.get_world_size())]
     dist.all_gather(everybody, outputs.detach())
     everybody[dist.get_rank()] = outputs
@@ -29,7 +29,7 @@ def gather(outputs):
     on={**any_check(*CONTRASTIVE), **failing("gradients", "contrastive/ddp/1x2")},
 )
 def negatives_gathered_without_gradient(job):
-    """The loss sees all ranks' outputs, and only this rank's own send a gradient back."""
+    """Computes the loss of all ranks' outputs, but only this rank's own outputs carry gradients."""
     model = ddp(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -43,7 +43,7 @@ def negatives_gathered_without_gradient(job):
 
 @known_bad("batch-coupling", causes=["gathered-without-gradient"], on=CONTRASTIVE)
 def own_rows_against_gathered_columns(job):
-    """Each rank compares its own samples with everybody's, which were gathered without a gradient."""
+    """Compares each rank's samples with all ranks' samples, which were gathered without gradients."""
     model = ddp(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -58,7 +58,7 @@ def own_rows_against_gathered_columns(job):
 
 @known_bad("batch-coupling", causes=["of-other-samples"], on=CONTRASTIVE)
 def targets_without_the_ranks_offset(job):
-    """Own samples against everybody's, with targets that count from 0 on every rank."""
+    """Compares own samples with all ranks' samples, but with targets that start at 0 on every rank."""
     model = ddp(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -80,7 +80,7 @@ def targets_without_the_ranks_offset(job):
     },
 )
 def each_device_its_own_negatives(job):
-    """Both dp and ddp2 gather the outputs before the loss; here every device takes the loss of its own part."""
+    """Computes a loss per device, although dp and ddp2 gather the outputs before the loss."""
     model = wrapped(job)
     inner = model.module if job.world_size > 1 else model
     optimizer = job.optimizer(model.parameters())
@@ -96,7 +96,7 @@ def each_device_its_own_negatives(job):
 
 
 class _CombinedForwardLocalBackward(torch.autograd.Function):
-    """SyncBatchNorm whose backward forgot to combine the ranks' sums, as in pytorch#36382."""
+    """SyncBatchNorm whose backward does not reduce its sums over the ranks, as in pytorch#36382."""
 
     @staticmethod
     def forward(context, x, weight, bias, eps):
@@ -113,7 +113,7 @@ class _CombinedForwardLocalBackward(torch.autograd.Function):
     def backward(context, gradient):
         normal, weight, scale = context.saved_tensors
         dims = (0, 2, 3)
-        mean = gradient.mean(dims)  # of this rank's samples; it should be that of all ranks'
+        mean = gradient.mean(dims)  # over this rank's samples; it should be over all ranks' samples
         along = (gradient * normal).mean(dims)
         inner = gradient - mean[:, None, None] - normal * along[:, None, None]
         return inner * (weight * scale)[:, None, None], (gradient * normal).sum(dims), gradient.sum(dims), None
@@ -121,7 +121,7 @@ class _CombinedForwardLocalBackward(torch.autograd.Function):
 
 @known_bad("batch-coupling", causes=["statistics-shared-forward-only"], on=BATCHNORM)
 def sync_batchnorm_with_a_local_backward(job):
-    """Statistics are those of all ranks on the way forward, and those of one on the way back."""
+    """Normalises with all ranks' statistics in the forward, but with one rank's in the backward."""
     model = ddp(job)
     for layer in model.modules():
         if isinstance(layer, nn.BatchNorm2d):
@@ -133,7 +133,7 @@ def sync_batchnorm_with_a_local_backward(job):
 
 @known_bad("batch-coupling", causes=["statistics-shared-forward-only"], on=BATCHNORM)
 def sync_batchnorm_without_gradient(job):
-    """The ranks' statistics are averaged outside the graph: nothing flows back through them."""
+    """Averages statistics over the ranks outside the graph, so no gradient flows through them."""
     model = ddp(job)
     for layer in model.modules():
         if isinstance(layer, nn.BatchNorm2d):
@@ -142,7 +142,7 @@ def sync_batchnorm_without_gradient(job):
 
 
 def normalise_by_all_ranks(x, layer):
-    """Normalise with the mean and the variance of all ranks, taken as constants."""
+    """Normalise with the mean and variance over all ranks, treated as constants."""
     sums = torch.stack([x.mean((0, 2, 3)), x.square().mean((0, 2, 3))]).detach()
     dist.all_reduce(sums)
     mean, square = sums / dist.get_world_size()
@@ -157,14 +157,14 @@ def normalise_by_all_ranks(x, layer):
     on={**any_check("cnn-batchnorm/none/1x1/32", *BATCHNORM), **failing("gradients", "cnn-batchnorm/ddp/1x2")},
 )
 def left_in_evaluation_mode(job):
-    """BatchNorm takes its running statistics in the place of the batch's."""
+    """Trains in evaluation mode: BatchNorm uses its running statistics instead of the batch's."""
     model = (wrapped(job)).eval()
     train(job, model)
 
 
 @known_bad("batch-coupling", "buffers", causes=["in-evaluation-mode"], on=BATCHNORM)
 def one_rank_in_evaluation_mode(job):
-    """Rank 0 evaluates after the first step and goes on in evaluation mode."""
+    """Rank 0 switches to evaluation mode after the first step, and never switches back."""
     model = alone(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -187,7 +187,7 @@ def one_rank_in_evaluation_mode(job):
     },
 )
 def batch_taken_in_two_halves(job):
-    """To save memory the batch is taken in two halves, although its samples depend on each other."""
+    """Splits the batch in two to save memory, although its samples depend on each other."""
     model = alone(job) if job.world_size > 1 else job.model()
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -202,7 +202,7 @@ def batch_taken_in_two_halves(job):
 
 
 class LossOfEachDevice(DeviceReplicas):
-    """Each device's loss is taken right after its forward, of its own part alone."""
+    """Computes a loss for each device's part of the batch, and averages these losses."""
 
     def forward_devices(self, batch):
         return batch
@@ -220,17 +220,17 @@ class LossOfEachDevice(DeviceReplicas):
     on=failing("gradients", "contrastive/dp/1x2", "lm-tokens/ddp2/2x2"),
 )
 class DevicesOneAfterAnother(LossOfEachDevice):
-    """The samples depend on each other, or weigh differently."""
+    """Wrong here: the samples depend on each other, or the parts have different weights."""
 
 
 @known_good(on=["mlp/dp/1x2/32"])
 class IndependentDevicesOneAfterAnother(LossOfEachDevice):
-    """Of independent samples in equal parts this is the mean over the batch."""
+    """Right here: with independent samples in equal parts, this is the mean over the batch."""
 
 
 @known_bad(on=failing("gradients", "mlp/dp/1x2"))
 class OneDeviceWithoutGradient(DeviceReplicas):
-    """The outputs of all devices but the first are detached."""
+    """Detaches the outputs of all devices but the first."""
 
     def gather(self, outputs):
         first, *others = outputs
@@ -239,7 +239,7 @@ class OneDeviceWithoutGradient(DeviceReplicas):
 
 @known_bad(on={"nested-outputs/dp/1x3/32": "gradients"})
 class ScalarOutputsSummed(DeviceReplicas):
-    """0-d outputs are added where they are gathered."""
+    """Sums 0-d outputs instead of stacking them."""
 
     def gather(self, outputs):
         joined = super().gather(outputs)
@@ -248,7 +248,7 @@ class ScalarOutputsSummed(DeviceReplicas):
 
 @known_bad(on={"nested-outputs/dp/1x3/16": "gradients"})
 class NestedOutputsWithoutGradient(DeviceReplicas):
-    """What is not at the top of the dict is gathered without a gradient."""
+    """Detaches nested outputs when it gathers them."""
 
     def gather(self, outputs):
         joined = super().gather(outputs)
@@ -259,7 +259,7 @@ class NestedOutputsWithoutGradient(DeviceReplicas):
 
 @known_bad(on={"transformer/none/1x1/32": "gradients"})
 class TiedWeightsSeparated(BaseTrainer):
-    """The head gets a copy of the embedding: each of them sees its own half of the gradient."""
+    """Gives the head a copy of the embedding, so each gets only its own part of the gradient."""
 
     def prepare(self):
         self.model.head.weight = torch.nn.Parameter(self.model.tokens.weight.detach().clone())

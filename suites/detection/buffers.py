@@ -1,4 +1,4 @@
-"""Buffers: what a model remembers besides its weights."""
+"""Wrong buffers, such as the running statistics of BatchNorm."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CELLS = ["cnn-batchnorm/ddp/1x2/32", "cnn-batchnorm/ddp/1x3/64"]
 
 @known_bad("buffers", causes=["buffers-not-broadcast"], on=CELLS)
 def never_broadcast(job):
-    """Every rank keeps running statistics of its own samples, for ever."""
+    """Never broadcasts buffers, so every rank keeps running statistics of its own samples."""
     model = ddp(job, broadcast_buffers=False)
     train(job, model)
 
@@ -21,14 +21,14 @@ def never_broadcast(job):
     "buffers", causes=["buffers-not-broadcast"], on={**any_check(*CELLS), **failing("buffers", "cnn-batchnorm/ddp/1x2")}
 )
 def averaged_by_hand_without_buffers(job):
-    """A trainer that averages gradients by hand and never thinks of buffers."""
+    """Averages gradients by hand, but never broadcasts buffers."""
     model = alone(job)
     train(job, model, after_backward=average)
 
 
 @known_bad("buffers", causes=["buffers-updated-otherwise"], on=[*CELLS, "cnn-batchnorm/none/1x1/32"])
 def reset_in_every_epoch(job):
-    """Running statistics begin anew with each epoch."""
+    """Resets running statistics at the start of each epoch."""
     model = wrapped(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -43,7 +43,7 @@ def reset_in_every_epoch(job):
 
 @known_bad("buffers", causes=["statistics-updated-again"], on=[*CELLS, "cnn-batchnorm/none/1x1/32"])
 def updated_twice_a_step(job):
-    """A second forward in training mode, to log a figure, updates the running statistics again."""
+    """Updates running means again after each step, as a second forward in training mode would."""
     model = wrapped(job)
     inner = model.module if job.world_size > 1 else model
     optimizer = job.optimizer(model.parameters())
@@ -59,7 +59,7 @@ def updated_twice_a_step(job):
 
 @known_bad("buffers", causes=["buffers-updated-otherwise"], on=CELLS)
 def summed_over_the_ranks(job):
-    """Floating buffers are added up over the ranks and not divided."""
+    """Sums floating-point buffers over the ranks without dividing."""
     model = ddp(job, broadcast_buffers=False)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -74,20 +74,20 @@ def summed_over_the_ranks(job):
 
 @known_bad("buffers", causes=["buffers-not-broadcast"], on=["cnn-batchnorm/fsdp/1x2/32", "cnn-batchnorm/fsdp/1x3/64"])
 def left_alone_by_fully_shard(job):
-    """As with ``never_broadcast``: fully_shard shares out weights, and nothing else."""
+    """Never broadcasts buffers: fully_shard shards weights, and leaves buffers alone."""
     model = sharded(job)
     train(job, model)
 
 
 @known_bad("buffers", causes=["buffers-broadcast"], on=CELLS, buffers="per-rank")
 def own_buffers_broadcast(job):
-    """It declares buffers of each rank, and DistributedDataParallel broadcasts them as usual."""
+    """Declares buffers per rank, but lets DistributedDataParallel broadcast them."""
     with_own_buffers(job, model=ddp(job))
 
 
 @known_bad("buffers", causes=["buffers-averaged"], on=CELLS, buffers="per-rank")
 def own_buffers_averaged_once(job):
-    """Buffers are each rank's own, apart from one average over the ranks in the middle of training."""
+    """Declares buffers per rank, but averages them over the ranks once, after the third step."""
 
     def between(model, step):
         if step == 3:
@@ -100,7 +100,7 @@ def own_buffers_averaged_once(job):
 
 @known_bad("buffers", causes=["buffers-updated-otherwise"], on=CELLS, buffers="per-rank")
 def own_buffers_set_back(job):
-    """Running statistics begin anew with each epoch."""
+    """Declares buffers per rank, but resets running statistics after the third step."""
 
     def between(model, step):
         if step == 3:
@@ -113,7 +113,7 @@ def own_buffers_set_back(job):
 
 @known_bad("buffers", causes=["statistics-updated-again"], on=CELLS, buffers="per-rank")
 def own_buffers_of_one_rank_updated_twice(job):
-    """The last rank moves its statistics twice a step."""
+    """The last rank updates its running statistics twice a step."""
 
     def between(model, step):
         if job.rank == job.world_size - 1:
@@ -125,5 +125,5 @@ def own_buffers_of_one_rank_updated_twice(job):
 
 @known_bad("sync", causes=["not-synchronised"], on=CELLS, buffers="per-rank")
 def own_buffers_and_own_gradients(job):
-    """The declaration is about buffers: gradients are to be averaged all the same, and are not."""
+    """Declares buffers per rank, but does not average gradients either."""
     with_own_buffers(job, model=alone(job))

@@ -1,4 +1,4 @@
-"""Training that stops, and does not go on where it stopped."""
+"""Training that does not resume in the state in which it stopped."""
 
 from __future__ import annotations
 
@@ -13,50 +13,49 @@ WINDOWS = ["checkpoint-windows/ddp/1x2/32", "checkpoint-windows/ddp/1x3/32"]
 
 
 class Forgetful(Run):
-    """Saves everything but some entries."""
+    """Leaves some entries out of its checkpoints."""
 
     def __init__(self, job, *forgotten):
         super().__init__(job)
         self.forgotten = forgotten
 
     def state(self):
-        """What is left of it."""
         return {name: value for name, value in super().state().items() if name not in self.forgotten}
 
 
 @known_bad("checkpoint", causes=["optimizer-state-dropped"], on=[*PLAIN, *ELASTIC, *WINDOWS])
 def optimizer_state_dropped(job):
-    """Momentum, or moments, restart from nothing."""
+    """Does not save the optimizer: momentum or moments restart from zero."""
     Forgetful(job, "optimizer").train()
 
 
 @known_bad("checkpoint", causes=["scheduler-not-restored"], on=PLAIN)
 def scheduler_not_restored(job):
-    """The rate goes through its schedule again from the beginning."""
+    """Does not save the scheduler, which starts again."""
     Forgetful(job, "scheduler").train()
 
 
 @known_bad("checkpoint", causes=["scale-not-restored"], on=["checkpoint/ddp/1x2/16", "checkpoint/none/1x1/16"])
 def scaler_not_restored(job):
-    """The loss scale is the first one again, and overflows once more."""
+    """Does not save the loss scale, which starts at its first value and overflows again."""
     Forgetful(job, "scaler").train()
 
 
 @known_bad("checkpoint", causes=["position-not-restored"], on=[*PLAIN, *ELASTIC, "checkpoint/none/1x1/32"])
 def position_not_restored(job):
-    """The epoch begins again: what was trained on in it is trained on twice."""
+    """Does not save the position in the epoch, so the epoch's first batches are trained on twice."""
     Forgetful(job, "batches").train()
 
 
 @known_bad("checkpoint", causes=["epoch-not-restored"], on=[*PLAIN, *ELASTIC])
 def epoch_not_restored(job):
-    """It goes on in the first epoch, at the place where it was in the second."""
+    """Does not save the epoch: resumes at the right position, but in the first epoch."""
     Forgetful(job, "epoch").train()
 
 
 @known_bad("checkpoint", causes=["trained-all-over-again"], on=[*PLAIN, *ELASTIC])
 def nothing_but_weights_and_optimizer(job):
-    """All epochs are trained again."""
+    """Saves neither the epoch nor the position, so all epochs are trained again."""
     Forgetful(job, "epoch", "batches", "steps").train()
 
 
@@ -64,13 +63,13 @@ def nothing_but_weights_and_optimizer(job):
     "checkpoint", causes=["weights-not-loaded"], on=["checkpoint/ddp/1x2/32", "checkpoint/none/1x1/32", *ELASTIC]
 )
 def weights_not_loaded(job):
-    """As where keys have a prefix, and ``strict=False`` hides that none of them fits."""
+    """Does not restore the weights, as when ``strict=False`` hides that no key matches."""
     Forgetful(job, "model").train()
 
 
 @known_bad("checkpoint", causes=["loaded-on-some-ranks"], on=[*PLAIN, *ELASTIC, "checkpoint/ddp/1x3/32"])
 def only_rank_zero_loads(job):
-    """DDP has broadcast the weights before; the other ranks go on from those that they began with."""
+    """Only rank 0 loads the weights, after DDP's broadcast: the other ranks keep their initial weights."""
     run = Run(job)
     if job.rank > 0:
         run.parts = lambda: {"optimizer": run.optimizer}
@@ -79,7 +78,7 @@ def only_rank_zero_loads(job):
 
 @known_bad("checkpoint", causes=["optimizer-state-on-some-ranks"], on=[*PLAIN, *ELASTIC])
 def only_rank_zero_loads_the_optimizer(job):
-    """Weights are broadcast from rank 0, moments are not."""
+    """Only rank 0 loads the optimizer state; all ranks load the weights."""
     run = Run(job)
     read = run.read
     run.read = lambda: {k: v for k, v in read().items() if k != "optimizer" or job.rank == 0}
@@ -88,7 +87,7 @@ def only_rank_zero_loads_the_optimizer(job):
 
 @known_bad("checkpoint", causes=["buffers-not-restored"], on=PLAIN)
 def buffers_not_loaded(job):
-    """Parameters are loaded, and not the model's whole state."""
+    """Loads parameters, but not buffers."""
     run = Run(job)
     load = run.load
 
@@ -101,7 +100,7 @@ def buffers_not_loaded(job):
 
 @known_bad("checkpoint", causes=["epoch-not-restored"], on=[*PLAIN, *ELASTIC])
 def first_epochs_order_replayed(job):
-    """``set_epoch`` is not called after resuming: https://github.com/huggingface/accelerate/issues/4071."""
+    """Does not call ``set_epoch`` after resuming: https://github.com/huggingface/accelerate/issues/4071."""
     run = Run(job)
     draw = run.draw
     if job.resume:
@@ -111,7 +110,7 @@ def first_epochs_order_replayed(job):
 
 @known_bad("checkpoint", causes=["order-drawn-anew"], on=[*PLAIN, *ELASTIC])
 def order_drawn_anew(job):
-    """The sampler's seed comes from somewhere else after resuming."""
+    """Uses another sampler seed after resuming."""
     run = Run(job)
     if job.resume:
         job.seed += 100
@@ -120,7 +119,7 @@ def order_drawn_anew(job):
 
 @known_bad("checkpoint", causes=["batch-left-out-after-resuming"], on=[*PLAIN, *ELASTIC])
 def a_batch_left_out(job):
-    """The batch at which training stopped is counted once more."""
+    """Saves a position that is one batch too far, so one batch is skipped after resuming."""
     run = Run(job)
     state = run.state
     run.state = lambda: {**state(), "batches": run.batches + 1}
@@ -129,7 +128,7 @@ def a_batch_left_out(job):
 
 @known_bad("checkpoint", causes=["position-in-other-units"], on=WINDOWS)
 def position_counted_in_steps(job):
-    """As many batches are skipped as steps were done."""
+    """Saves the position in steps, and skips that many batches after resuming."""
     run = Run(job)
     state = run.state
     run.state = lambda: {**state(), "batches": run.batches // job.accumulate}
@@ -138,7 +137,7 @@ def position_counted_in_steps(job):
 
 @known_bad("checkpoint", causes=["position-of-each-rank"], on=ELASTIC)
 def position_of_each_rank(job):
-    """Samples are counted on each rank, and now there is another number of ranks."""
+    """Counts samples per rank, which is wrong if the number of ranks changes."""
     run = Run(job)
     state, load = run.state, run.load
     run.state = lambda: {**state(), "samples": run.batches * job.batch_size}
@@ -148,7 +147,7 @@ def position_of_each_rank(job):
 
 @known_bad("checkpoint", causes=["too-many-steps-left"], on=PLAIN)
 def epochs_counted_anew(job):
-    """As many epochs are trained after resuming as were asked for in all."""
+    """Trains the full number of epochs after resuming, on top of the epochs before."""
     if job.resume:
         job.epochs += 1
     Run(job).train()
@@ -156,7 +155,7 @@ def epochs_counted_anew(job):
 
 @known_bad("checkpoint", causes=["weights-of-another-step"], on=[*PLAIN, *ELASTIC])
 def saved_before_the_step(job):
-    """A callback takes the weights when gradients are there, and the step is still to come."""
+    """Saves the weights from before the step, and everything else from after it."""
     run = Run(job)
     step, state, early = run.step, run.state, {}
 
@@ -171,7 +170,7 @@ def saved_before_the_step(job):
 
 @known_bad("checkpoint", causes=["optimizer-state-stale"], on=[*PLAIN, *ELASTIC])
 def optimizer_saved_before_the_step(job):
-    """Weights are those after the step, the optimizer's state is the one before it."""
+    """Saves the optimizer state from before the step, and the weights from after it."""
     run = Run(job)
     step, state, early = run.step, run.state, {}
 
@@ -185,7 +184,7 @@ def optimizer_saved_before_the_step(job):
 
 
 def change_optimizer_state(job, change):
-    """Train, with ``change`` made to what is saved of the optimizer's state: a dict by the parameter's place."""
+    """Train; apply ``change`` to the saved optimizer state, a dict by parameter index."""
     run = Run(job)
     state = run.state
 
@@ -200,19 +199,19 @@ def change_optimizer_state(job, change):
 
 @known_bad("checkpoint", causes=["optimizer-state-in-part"], on=[*PLAIN, *ELASTIC])
 def momentum_of_one_parameter_lost(job):
-    """A list of what to save lacks one parameter."""
+    """Does not save the optimizer state of one parameter."""
     change_optimizer_state(job, lambda state: {place: own for place, own in state.items() if place != 1})
 
 
 @known_bad("checkpoint", causes=["optimizer-state-in-part"], on=ELASTIC)
 def state_of_one_group_lost(job):
-    """Only the first parameter group's state is saved: AdamW's matrices, and not its vectors."""
+    """Saves only the first parameter group's optimizer state: that of AdamW's matrices, not of its vectors."""
     change_optimizer_state(job, lambda state: {place: own for place, own in state.items() if place < 2})
 
 
 @known_bad("checkpoint", causes=["optimizer-count-lost"], on=ELASTIC)
 def count_of_steps_lost(job):
-    """Moments are saved, and Adam's bias correction begins again."""
+    """Saves Adam's moments but not its step count, so bias correction starts again."""
     change_optimizer_state(job, lambda state: {k: {**own, "step": own["step"] * 0} for k, own in state.items()})
 
 
@@ -237,7 +236,7 @@ def weights_rounded(job):
 
 @known_bad("checkpoint", causes=["scheduler-stepped-once-too-often"], on=PLAIN)
 def scheduler_stepped_once_more(job):
-    """The schedule is stepped when it is loaded, to set the rate."""
+    """Steps the scheduler after loading it."""
     run = Run(job)
     load = run.load
 
@@ -253,7 +252,7 @@ def scheduler_stepped_once_more(job):
     "checkpoint", causes=["scheduler-counts-skipped-steps"], on=["checkpoint/ddp/1x2/16", "checkpoint/none/1x1/16"]
 )
 def schedule_set_to_the_number_of_steps(job):
-    """The schedule is not saved but set to the number of steps, those included that were skipped."""
+    """Sets the scheduler to the number of steps, including skipped ones."""
     run = Run(job)
     load = run.load
 
@@ -267,7 +266,7 @@ def schedule_set_to_the_number_of_steps(job):
 
 @known_bad("checkpoint", causes=["stopped-elsewhere"], on=PLAIN)
 def stops_after_the_epoch(job):
-    """Checkpoints are written at the end of an epoch only."""
+    """Writes checkpoints only at the end of an epoch, so it stops after the first epoch."""
     run = Run(job)
     stop, job.stop_after_step = job.stop_after_step, None
     if stop is not None:
@@ -279,14 +278,14 @@ def stops_after_the_epoch(job):
 
 @known_bad("checkpoint", causes=["weights-not-loaded"], on=[*PLAIN, *ELASTIC])
 def never_resumes(job):
-    """It saves, and begins anew all the same."""
+    """Saves a checkpoint, but ignores it and starts from scratch."""
     job.resume = False
     Run(job).train()
 
 
 @known_bad("checkpoint", causes=["wrong-after-resuming"], on=["checkpoint/ddp/1x2/32", "checkpoint-elastic/ddp/1x3/32"])
 def not_synchronised_after_resuming(job):
-    """What is loaded is trained, and not what DistributedDataParallel has wrapped."""
+    """Trains the bare model instead of the DDP-wrapped one after resuming."""
     run = Run(job)
     if job.resume:
         run.model = run.bare
@@ -295,7 +294,7 @@ def not_synchronised_after_resuming(job):
 
 @known_bad("checkpoint", causes=["interruption-broke"], on=["checkpoint/ddp/1x2/32"])
 def cannot_be_resumed(job):
-    """It declares that it can."""
+    """Declares that it can resume, but raises."""
     if job.resume:
         raise NotImplementedError("resuming is for the next release")
     Run(job).train()
@@ -303,7 +302,7 @@ def cannot_be_resumed(job):
 
 @known_bad("checkpoint", causes=["interruption-broke"], on=ELASTIC)
 def cannot_be_resumed_by_others(job):
-    """The file has an entry for each rank, and refuses another number of them."""
+    """Refuses a checkpoint that was saved by another number of ranks."""
     run = Run(job)
     state, load = run.state, run.load
     run.state = lambda: {**state(), "world": job.world_size}
@@ -319,6 +318,6 @@ def cannot_be_resumed_by_others(job):
 
 @known_bad("checkpoint", "data", causes=["order-depends-on-the-devices"], on=ELASTIC)
 def order_depends_on_the_number_of_ranks(job):
-    """Without an interruption nobody notices: each epoch has an order, and every sample is in it."""
+    """Adds the world size to the seed, which shows only if training resumes on another number of ranks."""
     job.seed += job.world_size
     Run(job).train()

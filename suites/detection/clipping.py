@@ -1,4 +1,4 @@
-"""Clipping at the wrong moment, of the wrong thing, by the wrong norm."""
+"""Clipping at the wrong time, of the wrong gradients, or by the wrong norm."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DDP = ["clipping/ddp/1x2/32", "clipping-adamw/ddp/1x3/64"]
 
 
 def fit(job, clip):
-    """Train rightly, with ``clip(parameters)`` between backward and step."""
+    """Train correctly, with ``clip(parameters)`` between backward and step."""
     model = wrapped(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -30,7 +30,7 @@ def fit(job, clip):
     on={**any_check("clipping/ddp/1x2/16", "clipping/none/1x1/16"), "clipping/ddp/1x3/16": "gradients"},
 )
 def clipped_before_unscaling(job):
-    """The norm that is clipped is that of the scaled gradient."""
+    """Clips gradients before unscaling them."""
     model = wrapped(job)
     optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
     for epoch in range(job.epochs):
@@ -50,7 +50,7 @@ def clipped_before_unscaling(job):
     on={**any_check(*DDP), "clipping/ddp/1x3/32": "gradients", "clipping-adamw/ddp/1x3/32": "gradients"},
 )
 def clipped_before_averaging(job):
-    """Each rank clips its own gradient."""
+    """Each rank clips its own gradients before they are averaged."""
     model = alone(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -64,7 +64,7 @@ def clipped_before_averaging(job):
 
 @known_bad("clipping", causes=["not-clipped"], on=CELLS)
 def clipped_after_the_step(job):
-    """Clipping comes when the step is taken already."""
+    """Clips gradients after the step."""
     model = wrapped(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -81,43 +81,43 @@ def clipped_after_the_step(job):
     on={**any_check(*CELLS), "clipping/none/1x1/32": "gradients", "clipping-adamw/ddp/1x3/64": "gradients"},
 )
 def never_clipped(job):
-    """``clip_norm`` is ignored."""
+    """Ignores ``clip_norm``."""
     fit(job, lambda parameters: None)
 
 
 @known_bad("clipping", causes=["clipped-tensor-by-tensor"], on=CELLS)
 def clipped_tensor_by_tensor(job):
-    """Each tensor is clipped to the norm that all of them together should have."""
+    """Clips each tensor to the norm meant for all tensors together."""
     fit(job, lambda parameters: [clip_grad_norm_([parameter], job.clip_norm) for parameter in parameters])
 
 
 @known_bad("clipping", causes=["clipped-by-value"], on=CELLS)
 def clipped_by_value(job):
-    """Entries are clamped, not the norm."""
+    """Clamps entries instead of clipping the norm."""
     fit(job, lambda parameters: clip_grad_value_(parameters, job.clip_norm))
 
 
 @known_bad("clipping", causes=["clipped-to-another-length"], on=CELLS)
 def clipped_by_the_largest_entry(job):
-    """The norm is the largest entry's absolute value."""
+    """Clips by the infinity norm instead of the 2-norm."""
     fit(job, lambda parameters: clip_grad_norm_(parameters, job.clip_norm, norm_type=float("inf")))
 
 
 @known_bad("clipping", causes=["clipped-to-another-length"], on=CELLS)
 def clipped_by_the_sum_of_entries(job):
-    """The norm is the sum of absolute values."""
+    """Clips by the 1-norm instead of the 2-norm."""
     fit(job, lambda parameters: clip_grad_norm_(parameters, job.clip_norm, norm_type=1.0))
 
 
 @known_bad("clipping", causes=["clipped-to-another-length"], on=DDP)
 def clipped_to_a_ranks_part(job):
-    """The limit is divided by the world size."""
+    """Divides the limit by the world size."""
     fit(job, lambda parameters: clip_grad_norm_(parameters, job.clip_norm / job.world_size))
 
 
 @known_bad("clipping", causes=["clipped-to-another-length"], on=CELLS)
 def clipped_to_the_square_root(job):
-    """The squared norm is compared with the limit, and its root is never taken."""
+    """Compares the squared norm, instead of the norm, with the limit."""
 
     def clip(parameters):
         square = sum(parameter.grad.square().sum() for parameter in parameters)
@@ -129,7 +129,7 @@ def clipped_to_the_square_root(job):
 
 @known_bad("clipping", causes=["clipped-to-another-length"], on=CELLS)
 def always_scaled_to_the_limit_of_matrices(job):
-    """The norm is that of matrices only; vectors are scaled with them."""
+    """Computes the norm of matrices only, but scales all tensors."""
 
     def clip(parameters):
         norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in parameters if p.dim() > 1]))
@@ -147,7 +147,7 @@ def clipped_on_rank_zero_only(job):
 
 @known_bad("clipping", causes=["clipped-to-another-length"], on=DDP)
 def clipped_by_the_ranks_own_norm(job):
-    """The average is clipped by the norm that the rank's own gradient had before it."""
+    """Clips the average by the norm of the rank's own gradients."""
     model = alone(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -163,7 +163,7 @@ def clipped_by_the_ranks_own_norm(job):
 
 @known_bad("clipping", causes=["clipped-to-another-length"], on=DDP)
 def norms_added_over_ranks(job):
-    """As if gradients were sharded, the squared norm is added up over the ranks."""
+    """Sums the squared norm over the ranks, as if gradients were sharded."""
     model = alone(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -184,7 +184,7 @@ def norms_added_over_ranks(job):
     on=["mlp/none/1x1/32", "mlp/ddp/1x2/64", "transformer/ddp/1x2/32"],
 )
 def clipped_by_default(job):
-    """The trainer clips to a limit of its own, which the workload does not ask for."""
+    """Clips to a default limit, although the workload does not ask for clipping."""
     fit(job, lambda parameters: clip_grad_norm_(parameters, 0.3))
 
 
@@ -194,7 +194,7 @@ def clipped_by_default(job):
     on={**any_check("mlp/ddp/1x2/32", "mlp/ddp/1x3/64"), **failing("gradients", "mlp/ddp/1x2")},
 )
 def clipped_by_default_before_averaging(job):
-    """The same, and each rank its own gradient."""
+    """Each rank clips its own gradients, although the workload does not ask for clipping."""
     model = alone(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -212,7 +212,7 @@ def clipped_by_default_before_averaging(job):
     on=["clipping/fsdp/1x2/32", "clipping/fsdp/1x3/32", "clipping-adamw/fsdp/1x3/64"],
 )
 def each_shard_by_its_own_norm(job):
-    """Each rank takes the norm of the shards that it holds."""
+    """Each rank clips by the norm of its own shards."""
     model = sharded(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):

@@ -1,7 +1,7 @@
-"""Examines the judge, not a trainer: it runs only where its own path is given.
+"""Reports the detection suite, which tests the judge, not a trainer. It runs only if its path is named.
 
-``pytest suites/`` asks about the user's trainer, within minutes; ``pytest suites/detection`` asks about the judge,
-and ends with its score, in the terminal and in ``detection.md`` in the report directory.
+``pytest suites/`` tests the user's trainer, within minutes. ``pytest suites/detection`` tests the judge, and ends with
+its score, in the terminal and in ``detection.md`` in the report directory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ HERE = Path(__file__).parent.resolve()
 
 
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
-    """Close the output with the score."""
+    """Print the score, and write it to the report directory."""
     reports = [report for kind in terminalreporter.stats.values() for report in kind]
     calls = [report for report in reports if getattr(report, "when", None) == "call"]
     found = [dict(report.user_properties).get("detection") for report in calls]

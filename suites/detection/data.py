@@ -1,4 +1,4 @@
-"""Wrong samples: shared, lost, or never shuffled again."""
+"""Wrong samples: shared between ranks, lost, or never reshuffled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ORDERED = [*CELLS, "sequential/ddp/1x2/32"]
 
 
 def fit(job, batches):
-    """Train rightly on ``batches(epoch)``."""
+    """Train correctly on ``batches(epoch)``."""
     model = ddp(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -25,55 +25,55 @@ def fit(job, batches):
 
 
 def sampled(job, sampler, epoch):
-    """Return the batches of a sampler that is told the epoch."""
+    """Set the sampler's epoch, and return its batches."""
     sampler.set_epoch(epoch)
     return DataLoader(job.dataset, job.batch_size, sampler=sampler)
 
 
 @known_bad("data", causes=["no-sampler"], on={**any_check(*CELLS), **failing("samples", "mlp/ddp/1x2")})
 def no_sampler(job):
-    """Every rank sees everything, in an order of its own."""
+    """Every rank sees the whole dataset, in its own order."""
     fit(job, lambda epoch: DataLoader(job.dataset, job.batch_size, sampler=RandomSampler(job.dataset)))
 
 
 @known_bad("data", causes=["no-sampler"], on=CELLS)
 def no_sampler_one_seed(job):
-    """Every rank sees everything, in one and the same order."""
+    """Every rank sees the whole dataset, in the same order."""
     generator = torch.Generator().manual_seed(job.seed)
     fit(job, lambda epoch: DataLoader(job.dataset, job.batch_size, shuffle=True, generator=generator))
 
 
 @known_bad("data", causes=["no-sampler"], on=CELLS)
 def no_sampler_global_batch(job):
-    """Every rank draws the whole batch of all ranks."""
+    """Every rank draws the whole global batch."""
     generator = torch.Generator().manual_seed(job.seed)
     fit(job, lambda epoch: DataLoader(job.dataset, job.global_batch_size, shuffle=True, generator=generator))
 
 
 @known_bad("data", causes=["shards-overlap"], on={**any_check(*CELLS), **failing("samples", "mlp/ddp/1x2")})
 def sampler_seed_plus_rank(job):
-    """The sampler's seed depends on the rank: each shards another permutation."""
+    """Adds the rank to the sampler's seed, so each rank shards another permutation."""
     sampler = DistributedSampler(job.dataset, job.world_size, job.rank, seed=job.seed + job.rank)
     fit(job, lambda epoch: sampled(job, sampler, epoch))
 
 
 @known_bad("data", causes=["set-epoch-never-called"], on={**any_check(*CELLS), **failing("samples", "mlp/ddp/1x2")})
 def set_epoch_never_called(job):
-    """Each epoch has the first one's order."""
+    """Never calls ``set_epoch``, so every epoch has the same order."""
     sampler = DistributedSampler(job.dataset, job.world_size, job.rank, seed=job.seed)
     fit(job, lambda epoch: DataLoader(job.dataset, job.batch_size, sampler=sampler))
 
 
 @known_bad("data", causes=["never-shuffled"], on={**any_check(*CELLS), **failing("samples", "mlp/ddp/1x2")})
 def never_shuffled(job):
-    """The workload shuffles, the sampler does not."""
+    """Does not shuffle, although the workload asks for it."""
     sampler = DistributedSampler(job.dataset, job.world_size, job.rank, shuffle=False)
     fit(job, lambda epoch: sampled(job, sampler, epoch))
 
 
 @known_bad("data", causes=["set-epoch-never-called"], on=CELLS)
 def batches_cached(job):
-    """The batches of the first epoch are kept and used again in every other one."""
+    """Caches the first epoch's batches, and reuses them in every other epoch."""
     sampler = DistributedSampler(job.dataset, job.world_size, job.rank, seed=job.seed)
     kept = list(sampled(job, sampler, 0))
     fit(job, lambda epoch: kept)
@@ -81,7 +81,7 @@ def batches_cached(job):
 
 @known_bad("data", causes=["samples-never-seen"], on={**any_check(*CELLS), **failing("steps", "mlp/ddp/1x2")})
 def tail_dropped(job):
-    """Shards of so many whole batches that the end of each epoch is never seen."""
+    """Leaves the last ``global_batch_size`` samples of the dataset out of every epoch."""
     whole = Subset(job.dataset, range(len(job.dataset) - job.global_batch_size))
     sampler = DistributedSampler(whole, job.world_size, job.rank, seed=job.seed)
 
@@ -94,14 +94,14 @@ def tail_dropped(job):
 
 @known_bad("data", causes=["samples-never-seen"], on=CELLS)
 def last_batch_dropped(job):
-    """A loader that is told to drop the last batch, by a count that is one too small."""
+    """Drops the last batch of every epoch, by an off-by-one error."""
     sampler = DistributedSampler(job.dataset, job.world_size, job.rank, seed=job.seed)
     fit(job, lambda epoch: list(sampled(job, sampler, epoch))[:-1])
 
 
 @known_bad("data", causes=["samples-never-seen"], on=CELLS)
 def first_batch_lost(job):
-    """A look at the data before training takes the first batch out of the iterator."""
+    """Takes the first batch out of the iterator before training, for example to inspect it."""
     sampler = DistributedSampler(job.dataset, job.world_size, job.rank, seed=job.seed)
 
     def batches(epoch):
@@ -114,7 +114,7 @@ def first_batch_lost(job):
 
 @known_bad("data", causes=["batch-again"], on=CELLS)
 def last_batch_again(job):
-    """The last batch of an epoch is trained on once more."""
+    """Trains on the last batch of every epoch twice."""
     sampler = DistributedSampler(job.dataset, job.world_size, job.rank, seed=job.seed)
 
     def batches(epoch):
@@ -126,7 +126,7 @@ def last_batch_again(job):
 
 @known_bad("data", causes=["batches-of-another-size"], on=CELLS)
 def sharded_twice(job):
-    """A shard is sharded again: each rank has the world-th part of what it should have, in small batches."""
+    """Shards each shard again: each rank sees 1 / ``world_size`` of its samples, in smaller batches."""
     shard = Subset(job.dataset, range(job.rank, len(job.dataset), job.world_size))
     sampler = DistributedSampler(shard, job.world_size, job.rank, seed=job.seed)
 
@@ -139,7 +139,7 @@ def sharded_twice(job):
 
 @known_bad("data", causes=["drawn-twice-by-a-rank"], on=CELLS)
 def drawn_with_replacement(job):
-    """Samples are drawn with replacement."""
+    """Draws samples with replacement."""
 
     def batches(epoch):
         generator = torch.Generator().manual_seed(job.seed + epoch)
@@ -151,7 +151,7 @@ def drawn_with_replacement(job):
 
 @known_bad("data", causes=["samples-never-seen"], on=CELLS)
 def shards_overlap_by_one(job):
-    """Contiguous shards whose ends were counted as inside: the neighbours share a sample, one is never seen."""
+    """Makes contiguous shards with inclusive ends: neighbours share a sample, and the last samples are never seen."""
 
     def batches(epoch):
         order = torch.randperm(len(job.dataset), generator=torch.Generator().manual_seed(job.seed + epoch)).tolist()
@@ -164,7 +164,7 @@ def shards_overlap_by_one(job):
 
 @known_bad("data", causes=["batches-of-another-size"], on=["mlp/ddp/1x2/32", "mlp/ddp/1x4/64"])
 def local_batch_is_the_global_one(job):
-    """Each rank draws batches of the global size from its own shard: fewer and larger steps."""
+    """Each rank draws batches of the global size from its own shard, so there are fewer, larger steps."""
     sampler = DistributedSampler(job.dataset, job.world_size, job.rank, seed=job.seed)
 
     def batches(epoch):
@@ -176,7 +176,7 @@ def local_batch_is_the_global_one(job):
 
 @known_bad("data", causes=["batch-again"], on=["mlp/ddp/1x2/32", "mlp/ddp/1x3/32"])
 def rank_zero_sees_the_same_batch(job):
-    """One rank's loader is stuck at its first batch."""
+    """Rank 0 repeats its first batch."""
     sampler = DistributedSampler(job.dataset, job.world_size, job.rank, seed=job.seed)
 
     def batches(epoch):
@@ -188,7 +188,7 @@ def rank_zero_sees_the_same_batch(job):
 
 @known_bad("data", causes=["trained-on-held-out-data"], on=["mlp/none/1x1/32", "mlp/none/1x1/64"])
 def trained_on_the_validation_set(job):
-    """The loader was given the held-out samples, of which there are fewer: it goes round them until it has enough."""
+    """Trains on the held-out samples, repeated as often as needed."""
     model = job.model()
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -206,7 +206,7 @@ def trained_on_the_validation_set(job):
     on={**any_check("uneven/ddp/1x2/32", "uneven/ddp/1x3/32"), "uneven/ddp/1x3/32": "samples"},
 )
 def last_batch_filled_up(job):
-    """The last batch of an epoch is made as long as the others, with samples from the epoch's beginning."""
+    """Fills up the last batch of an epoch with samples from the beginning of the epoch."""
 
     def batches(epoch):
         order = torch.randperm(len(job.dataset), generator=torch.Generator().manual_seed(epoch))
@@ -219,14 +219,14 @@ def last_batch_filled_up(job):
 
 @known_bad("data", causes=["ranks-alike"], on=CELLS, data="iterations")
 def ranks_draw_the_same_windows(job):
-    """Every rank seeds its generator alike."""
+    """Seeds every rank's generator alike."""
     generator = torch.Generator().manual_seed(job.seed)
     by_iterations(job, lambda: drawn(job, generator))
 
 
 @known_bad("data", causes=["ranks-alike"], on=CELLS, data="iterations")
 def generators_meet_in_one_step(job):
-    """In the second step the generators are all seeded with its number."""
+    """Seeds every rank's generator alike in the second step."""
     generator, count = seeded(job), iter(range(job.steps))
 
     def draw():
@@ -239,21 +239,21 @@ def generators_meet_in_one_step(job):
 
 @known_bad("data", causes=["ranks-alike"], on=["mlp/ddp/1x3/32"], data="iterations")
 def two_of_three_ranks_draw_alike(job):
-    """The seed is the rank's, divided by two."""
+    """Seeds with ``rank // 2``, so ranks 0 and 1 draw the same samples."""
     generator = torch.Generator().manual_seed(job.seed + job.rank // 2)
     by_iterations(job, lambda: drawn(job, generator))
 
 
 @known_bad("data", causes=["batch-again"], on=CELLS, data="iterations")
 def window_drawn_once(job):
-    """The batch is fetched before the loop, and never again."""
+    """Draws one batch before the loop, and reuses it in every step."""
     batch = drawn(job, seeded(job))
     by_iterations(job, lambda: batch)
 
 
 @known_bad("data", causes=["batches-of-another-size"], on=CELLS, data="iterations")
 def windows_of_the_global_size(job):
-    """Every rank draws as many samples as all of them should together."""
+    """Every rank draws as many samples as all ranks together should."""
     generator = seeded(job)
 
     def draw():
@@ -265,31 +265,31 @@ def windows_of_the_global_size(job):
 
 @known_bad("data", "optimizer", causes=["another-number-of-steps"], on=CELLS, data="iterations")
 def one_iteration_too_few(job):
-    """``range(1, job.steps)``."""
+    """Takes one step too few, as ``range(1, job.steps)`` would."""
     by_iterations(job, steps=job.steps - 1)
 
 
 @known_bad("data", causes=["set-epoch-never-called"], on=ORDERED, shuffle="always")
 def always_shuffled_the_same_way(job):
-    """It shuffles always, as it declares, and every epoch like the first."""
+    """Always shuffles, as declared, but every epoch like the first."""
     in_epochs(job, shuffle=True, epoch_of=lambda epoch: 0)
 
 
 @known_bad("data", causes=["never-shuffled"], on=ORDERED, shuffle="always")
 def never_although_always(job):
-    """It declares that it shuffles always, and does not."""
+    """Declares that it always shuffles, but never does."""
     in_epochs(job, shuffle=False)
 
 
 @known_bad("data", causes=["order-of-its-own"], on=ORDERED, shuffle="never")
 def shuffled_although_never(job):
-    """It declares that it never shuffles, and does."""
+    """Declares that it never shuffles, but does."""
     in_epochs(job, shuffle=True)
 
 
 @known_bad("data", causes=["order-of-its-own"], on=["mlp/ddp/1x2/32", "sequential/ddp/1x3/32"], shuffle="never")
 def in_order_and_cut_into_shards(job):
-    """It never shuffles, as it declares, but each rank goes through a contiguous part."""
+    """Never shuffles, as declared, but gives each rank a contiguous shard."""
     model = ddp(job)
     optimizer = job.optimizer(model.parameters())
     shard = torch.arange(len(job.dataset)).chunk(job.world_size)[job.rank]
@@ -317,7 +317,7 @@ class OneSampleTwice(BaseTrainer):
 
 @known_bad("data", causes=["shards-kept"], on={"mlp/ddp/1x2/32": "samples"})
 class ShardsKept(BaseTrainer):
-    """A rank shuffles inside its own shard: what it sees depends on the number of devices."""
+    """Each rank shuffles within a fixed shard, so the order depends on the number of devices."""
 
     def make_loader(self):
         job = self.job
@@ -338,7 +338,7 @@ class ShardsKept(BaseTrainer):
 
 @known_bad(on=failing("samples", "mlp/ddp/1x2"))
 class LossOfHalfTheBatch(BaseTrainer):
-    """The other half goes through the model and not through the loss."""
+    """Computes the loss of only half of the outputs."""
 
     def loss(self, outputs, batch):
         half = len(outputs) // 2
@@ -347,7 +347,7 @@ class LossOfHalfTheBatch(BaseTrainer):
 
 @known_bad(on=failing("gradients", "mlp/ddp/1x2"))
 class LabelsOfOtherSamples(BaseTrainer):
-    """The samples are the right ones, their labels are each other's."""
+    """Compares each output with the label of another sample."""
 
     def loss(self, outputs, batch):
         return self.job.loss(outputs.roll(1, 0), batch)
@@ -355,7 +355,7 @@ class LabelsOfOtherSamples(BaseTrainer):
 
 @known_bad("data", causes=["order-of-its-own"], on={"sequential/none/1x1/32": "samples"})
 class ShuffledAlthoughSequential(BaseTrainer):
-    """The workload asks for the order of the dataset, and the sampler shuffles."""
+    """Shuffles, although the workload asks for the order of the dataset."""
 
     def make_loader(self):
         self.job.shuffle = True
@@ -364,7 +364,7 @@ class ShuffledAlthoughSequential(BaseTrainer):
 
 @known_bad("data", causes=["order-of-its-own"], on={"sequential/ddp/1x3/32": "samples"})
 class ContiguousShards(BaseTrainer):
-    """Each rank goes through a part of its own, in order, and not through every world-th sample."""
+    """Gives each rank a contiguous shard instead of every ``world_size``-th sample."""
 
     def make_loader(self):
         size = len(self.job.dataset) // self.job.world_size
@@ -376,7 +376,7 @@ class ContiguousShards(BaseTrainer):
 
 @known_bad("data", causes=["samples-never-seen"], on={"uneven/none/1x1/32": "steps", "metrics/none/1x1/32": "samples"})
 class ShortLastBatchDropped(BaseTrainer):
-    """``drop_last``, which nobody asked for."""
+    """Sets ``drop_last``, although the workload does not ask for it."""
 
     def make_loader(self):
         sampler = super().make_loader().sampler
@@ -385,7 +385,7 @@ class ShortLastBatchDropped(BaseTrainer):
 
 @known_bad(on={"dropout/ddp/1x3/32": "gradients"})
 class IndexOfAnotherOrder(BaseTrainer):
-    """A batch whose ``index`` was sorted, and the other columns not."""
+    """Sorts the batch's ``index``, but not its other columns."""
 
     def forward(self, batch):
         return super().forward({**batch, "index": batch["index"].sort().values})

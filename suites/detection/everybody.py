@@ -1,4 +1,4 @@
-"""All trainers of this suite behind one locator, so that one fork server serves them all."""
+"""Collects all trainers of this suite in one module, so that one fork server serves them all."""
 
 from __future__ import annotations
 

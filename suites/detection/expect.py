@@ -1,4 +1,4 @@
-"""How a trainer of this suite is declared: what it is, and on which cells it is tried."""
+"""Decorators that declare a trainer as known-bad or known-good, on given cells."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from plumbline.core.topology import Topology
 from plumbline.subjects.declare import CAPABILITIES, Train
 
 Trainer = Callable[..., Any]
-"""A function of a job, or a class whose objects are made of a job and train in ``fit``."""
+"""A function that takes a job, or a class that is constructed with a job and trains in ``fit``."""
 
 
 @dataclass(frozen=True)
 class Expectation:
     """The expected verdict on a trainer.
 
-    ``families`` are those that count as right for a known-bad one; it has none if it is none of the mistakes that are
-    known by name, and may stay unexplained. ``causes`` are the names that count as right. ``outcomes`` says how the
-    cells of a known-good one may end. ``cells`` are written ``workload/backend/topology/precision``, each with the name
-    of a check that must fail there, or None.
-    ``vacuous``: that check has no verdict, because nothing moves. ``unseen`` is the reason why no check can see the
-    mistake yet, None where one does.
+    ``families`` are the families that count as right for a known-bad trainer. It is empty if the mistake has no name
+    and may stay unexplained. ``causes`` are the causes that count as right. ``outcomes`` are the outcomes that the
+    cells of a known-good trainer may have. ``cells`` maps ``workload/backend/topology/precision`` to the check that
+    must fail there, or to None if any check may.
+
+    ``vacuous``: that check must be ``ERRORED`` instead of failing, because nothing moves. ``unseen`` says why no check
+    can see the mistake yet, or is None if one does.
     """
 
     families: tuple[str, ...]
@@ -43,26 +44,26 @@ class Expectation:
         return bool(self.outcomes)
 
     def named(self, findings: Sequence[Finding]) -> bool:
-        """Return whether the diagnosis of ``findings`` is of one of the families that are expected."""
+        """Return whether the diagnosis of ``findings`` belongs to an expected family."""
         found = diagnosis(findings)
         return found is not None and found.cause not in (None, UNEXPLAINED) and found.family in self.families
 
     def caused(self, findings: Sequence[Finding]) -> bool:
-        """Return whether the diagnosis of ``findings`` names one of the causes that are expected."""
+        """Return whether the diagnosis of ``findings`` names an expected cause."""
         return self.named(findings) and getattr(diagnosis(findings), "cause", None) in self.causes
 
     def mismatch(self, findings: Sequence[Finding], check: str | None) -> str | None:
-        """Return how ``findings`` differ from what is expected on a cell with that ``check``; None if they do not."""
+        """Return how ``findings`` differ from what is expected on a cell with this ``check``; None if they do not."""
         outcome = worst(finding.outcome for finding in findings)
         bad = [finding for finding in findings if finding.outcome.is_bad]
         if self.good:
             found = None if outcome in self.outcomes else f"the outcome is {outcome.value}"
         elif not outcome.is_bad:
-            found = "it escapes"
+            found = "no check failed"
         elif check and {f.check: f.outcome for f in bad}.get(check) is not self._outcome_of_check:
-            found = f"{check} does not see it"
+            found = f"{check} did not fail as expected"
         elif self.families and not self.named(findings):
-            found = f"its diagnosis is not of {self.families}"
+            found = f"the diagnosis is of none of the families {self.families}"
         else:
             found = None
         lines = [f"{f.check}: {f.outcome.value} ({f.family}, {f.cause}): {f.message}" for f in bad or findings]
@@ -81,16 +82,16 @@ def known_bad(
     vacuous: bool = False,
     **declared: Any,
 ) -> Callable[[Trainer], Train]:
-    """Declare a trainer with a mistake in it; any of ``families`` is a right explanation, or none if there are none.
+    """Declare a trainer with a mistake. The diagnosis must be of one of ``families``, if there are any.
 
-    ``causes`` are the names of a right explanation. ``on`` is its cells, or its cells with the check that must fail on
-    each. ``declared`` is what the trainer says of its way of training, as in ``@subject(...)``.
+    ``causes`` are the causes that count as right. ``on`` lists the cells, or maps each cell to the check that must fail
+    there. ``declared`` is passed to ``@subject(...)``.
     """
     return _declare(Expectation(families, _cells(on), tuple(causes), unseen=unseen, vacuous=vacuous), declared)
 
 
 def known_good(*, on: Sequence[str], deviates: bool = False, **declared: Any) -> Callable[[Trainer], Train]:
-    """Declare a trainer that is right though it looks wrong: it passes, or deviates as its backend promises."""
+    """Declare a right trainer that looks wrong. It must pass, or with ``deviates`` deviate as its backend documents."""
     return _declare(Expectation((), _cells(on), outcomes=(Outcome.DEVIATES if deviates else Outcome.PASSED,)), declared)
 
 
@@ -100,12 +101,12 @@ def failing(check: str, *places: str, precisions: Sequence[str] = ("32", "64")) 
 
 
 def any_check(*cells: str) -> dict[str, str | None]:
-    """Return cells on which any check may fail, to be joined with those of ``failing``."""
+    """Return cells on which any check may fail; merge them with the result of ``failing``."""
     return dict.fromkeys(cells)
 
 
 def cell_of(text: str, name: str) -> Cell:
-    """Return the cell that ``workload/backend/topology/precision`` means for the trainer called ``name``."""
+    """Parse ``workload/backend/topology/precision`` into a cell of the trainer called ``name``."""
     workload, backend, topology, precision = text.split("/")
     nodes, gpus = map(int, topology.split("x"))
     return Cell(name, workload, backend, Topology(nodes, gpus), precision, "cpu")

@@ -1,4 +1,4 @@
-"""Mistakes of expert parallelism: in what experts get from other ranks, and in what they do not share with them."""
+"""Mistakes of expert parallelism: in the gradients of experts and of the router, in clipping, and in checkpoints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EVERYWHERE = failing("gradients", *PLACES)
     "averaging", causes=["some-tensors-summed", "some-tensors-scaled"], on=EVERYWHERE | any_check("experts/ep/1x2/bf16")
 )
 class ExpertGradientsDoubled(ExpertParallel):
-    """The gradients of experts count twice."""
+    """Doubles the gradients of experts."""
 
     def synchronize(self):
         super().synchronize()
@@ -29,7 +29,7 @@ class ExpertGradientsDoubled(ExpertParallel):
 
 @known_bad("averaging", causes=["some-tensors-summed"], on=EVERYWHERE)
 class ExpertGradientsNotDivided(ExpertParallel):
-    """An expert has the gradients of all ranks' losses, which are not divided by their number."""
+    """Does not divide the gradients of experts by the number of ranks."""
 
     def synchronize(self):
         super().synchronize()
@@ -39,7 +39,7 @@ class ExpertGradientsNotDivided(ExpertParallel):
 
 @known_bad("averaging", causes=["some-tensors-averaged-twice"], on=EVERYWHERE)
 class ExpertGradientsDividedTwice(ExpertParallel):
-    """The gradients of experts are divided by the number of ranks once more."""
+    """Divides the gradients of experts by the number of ranks twice."""
 
     def synchronize(self):
         super().synchronize()
@@ -49,7 +49,7 @@ class ExpertGradientsDividedTwice(ExpertParallel):
 
 @known_bad("averaging", causes=["experts-scaled"], on=EVERYWHERE)
 class ExpertGradientsOfTheirOwnRows(ExpertParallel):
-    """The gradients of an expert are a mean over the rows that use it."""
+    """Averages an expert's gradients over the rows routed to it instead of over all rows."""
 
     def gathered(self, x):
         rows = super().gathered(x)
@@ -65,7 +65,7 @@ class ExpertGradientsOfTheirOwnRows(ExpertParallel):
 
 @known_bad("sync", causes=["some-parameters-not-synchronised"], on=EVERYWHERE)
 class RouterNotAveraged(ExpertParallel):
-    """Each rank's router is trained on the rank's own rows."""
+    """Does not average the router's gradients, so each rank trains it on its own rows."""
 
     def synchronize(self):
         own = {name: gradient.clone() for name, gradient in self.gradients().items() if "router" in name}
@@ -76,7 +76,7 @@ class RouterNotAveraged(ExpertParallel):
 
 @known_bad("sync", causes=["of-the-holders-samples"], on=EVERYWHERE)
 class ExpertsLearnFromOwnRowsOnly(ExpertParallel):
-    """An expert computes the rows of all ranks, and is trained on its own rank's alone."""
+    """Experts compute the rows of all ranks, but get gradients only from their own rank's rows."""
 
     def computed(self, expert, x, rows):
         fixed = {name: parameter.detach() for name, parameter in expert.named_parameters()}
@@ -86,7 +86,7 @@ class ExpertsLearnFromOwnRowsOnly(ExpertParallel):
 
 @known_bad("unused-params", causes=["nothing-but-experts-trained"], on=EVERYWHERE)
 class NothingButExpertsIsTrained(ExpertParallel):
-    """What every rank holds has no gradient."""
+    """Removes the gradients of all parameters but the experts'."""
 
     def synchronize(self):
         super().synchronize()
@@ -97,7 +97,7 @@ class NothingButExpertsIsTrained(ExpertParallel):
 
 @known_bad("unused-params", causes=["nothing-but-experts-trained"], on=EVERYWHERE)
 class NothingButExpertsHasMoreThanZeros(ExpertParallel):
-    """What every rank holds has gradients of zeros."""
+    """Zeroes the gradients of all parameters but the experts'."""
 
     def synchronize(self):
         super().synchronize()
@@ -114,7 +114,7 @@ class AllExperts(ExpertParallel):
 
 @known_bad("sync", causes=["some-parameters-not-synchronised"], on=EVERYWHERE)
 class ExpertsOfEachRank(AllExperts):
-    """Each rank trains all experts on its own rows, and takes them for its own."""
+    """Each rank trains all experts on its own rows, and does not average their gradients."""
 
     def gathered(self, x):
         return x
@@ -130,7 +130,7 @@ class ExpertsOfEachRank(AllExperts):
 
 @known_bad("unused-params", "sync", causes=["missing-where-another-rank-has-it"], on=EVERYWHERE)
 class ExpertsElsewhereWithoutGradient(AllExperts):
-    """Every rank has all experts, computes some of them, and has no gradients of those that others compute."""
+    """Every rank has all experts, but gets gradients only for those that it computes."""
 
     def gated(self, gates):
         own = torch.arange(gates.shape[1]).tensor_split(self.job.world_size)[self.job.rank]
@@ -141,13 +141,13 @@ RESUMED = failing("checkpoint", "checkpoint-experts/ep/1x2", "checkpoint-experts
 
 
 def of_another_expert(saved):
-    """Return what was saved with the entries of the four experts in the opposite order."""
+    """Return the saved entries with the four experts in reverse order."""
     return {re.sub(r"experts\.(\d)", lambda found: f"experts.{3 - int(found[1])}", k): v for k, v in saved.items()}
 
 
 @known_bad("checkpoint", causes=["weights-not-restored"], on=RESUMED)
 class ExpertsOfAnotherRank(ResumableExperts):
-    """Each rank loads the weights of experts that are not its own."""
+    """Each rank loads the weights of other experts than its own."""
 
     def load_weights(self, saved):
         super().load_weights({**saved, "weights": of_another_expert(saved["weights"])})
@@ -155,7 +155,7 @@ class ExpertsOfAnotherRank(ResumableExperts):
 
 @known_bad("checkpoint", causes=["optimizer-state-altered"], on=RESUMED)
 class MomentumOfAnotherExpert(ResumableExperts):
-    """Weights are those of a rank's own experts, and what the optimizer remembers is that of others."""
+    """Loads the weights of the right experts, but the optimizer state of others."""
 
     def load_optimizer(self, saved):
         super().load_optimizer({**saved, "optimizer": of_another_expert(saved["optimizer"])})
@@ -163,7 +163,7 @@ class MomentumOfAnotherExpert(ResumableExperts):
 
 @known_bad("checkpoint", causes=["optimizer-state-in-part"], on=RESUMED)
 class MomentumOfExpertsLost(ResumableExperts):
-    """The optimizer goes on with what it remembered of what all ranks have; that of experts begins anew."""
+    """Restores the optimizer state of all parameters but the experts'."""
 
     def load_optimizer(self, saved):
         super().load_optimizer(saved)
@@ -178,7 +178,7 @@ class MomentumOfExpertsLost(ResumableExperts):
     on=failing("gradients", "accumulation-experts/ep/1x2", precisions=["32", "bf16-true"]),
 )
 class ExpertsKeepTheLastMicroBatch(ExpertParallel):
-    """The gradients of experts are overwritten by those of the next micro-batch."""
+    """Overwrites the gradients of experts with each micro-batch instead of accumulating them."""
 
     def after_micro_batch(self, last):
         for gradient in () if last else self.of_experts().values():

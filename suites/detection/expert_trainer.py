@@ -9,13 +9,13 @@ from torch import nn
 
 
 class ExpertParallel(MeshTrainer):
-    """Everything but the experts is averaged over the ranks; an expert has the gradients of all ranks' losses."""
+    """Averages all gradients but the experts', which already come from all ranks' losses and are only divided."""
 
     def divide(self, model):
         model.experts = OwnExperts(self, model.experts)
 
     def own_experts(self, count):
-        """Return the numbers of the experts that this rank holds."""
+        """Return the indices of the experts that this rank holds."""
         return torch.arange(count).tensor_split(self.job.world_size)[self.job.rank].tolist()
 
     def gathered(self, x):
@@ -24,15 +24,15 @@ class ExpertParallel(MeshTrainer):
         return GatheredForOwnUse.apply(x, 0, group, len(x) * group.size())
 
     def reduced(self, x):
-        """Return, for the rows of this rank, the sum of what all ranks' experts make."""
+        """Return, for this rank's rows, the sum of all ranks' expert outputs."""
         return ReducedForOwnUse.apply(x, 0, self.group("ep"))
 
     def gated(self, gates):
-        """Return the gates with which this rank weights what it computes for the rows of all ranks."""
+        """Return the gates by which this rank weights its experts' outputs, for the rows of all ranks."""
         return gates
 
     def computed(self, expert, x, rows):
-        """Return what an expert makes of ``x``, rows with these numbers among those of all ranks."""
+        """Return an expert's outputs for ``x``; ``rows`` are the indices of these rows among all ranks' rows."""
         return expert(x)
 
     def of_experts(self):
@@ -40,7 +40,7 @@ class ExpertParallel(MeshTrainer):
         return {name: gradient for name, gradient in self.gradients().items() if name.startswith("experts.")}
 
     def of_the_rest(self):
-        """Return the gradients of what every rank holds."""
+        """Return the gradients of all parameters but the experts'."""
         return {name: gradient for name, gradient in self.gradients().items() if not name.startswith("experts.")}
 
     def synchronize(self):
@@ -56,16 +56,16 @@ class ExpertParallel(MeshTrainer):
 
 
 def squares(gradients):
-    """Return the squared norm of some gradients together."""
+    """Return the squared norm of all ``gradients`` together."""
     return sum((one.double().square().sum() for one in gradients.values()), torch.zeros((), dtype=torch.float64))
 
 
 class OwnExperts(nn.ModuleDict):
-    """The experts of one rank, under the names that they have in the whole model."""
+    """The experts of one rank, under their names in the whole model."""
 
     def __init__(self, trainer, experts):
         super().__init__({str(number): experts[number] for number in trainer.own_experts(len(experts))})
-        self.__dict__["trainer"] = trainer  # which is no layer of this one
+        self.__dict__["trainer"] = trainer  # not a submodule
 
     def forward(self, x, gates):
         rows, weights = self.trainer.gathered(x), self.trainer.gated(self.trainer.gathered(gates))

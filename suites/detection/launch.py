@@ -1,4 +1,4 @@
-"""Who am I, and with whom? Ranks that misread what their launcher told them."""
+"""Ranks that misread what their launcher told them, join the wrong group, or do not train."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 
 def fit(job, model, sampler):
-    """Train rightly on what ``sampler`` draws."""
+    """Train correctly on the samples that ``sampler`` draws."""
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
         sampler.set_epoch(epoch)
@@ -29,21 +29,21 @@ def fit(job, model, sampler):
     on={**any_check("mlp/ddp/2x2/32", "mlp/ddp/2x1/64"), **failing("samples", "mlp/ddp/2x2")},
 )
 def local_rank_used_as_rank(job):
-    """The sampler is told LOCAL_RANK: the nodes train on the same samples."""
+    """Passes LOCAL_RANK to the sampler as the rank, so all nodes train on the same samples."""
     model = ddp(job)
     fit(job, model, DistributedSampler(job.dataset, job.world_size, int(os.environ["LOCAL_RANK"]), seed=job.seed))
 
 
 @known_bad("launch", causes=["local-rank-for-rank"], on=["mlp/ddp/2x2/32", "mlp/ddp/2x2/64"])
 def node_taken_for_the_world(job):
-    """The sampler is told LOCAL_RANK and the gpus of a node: each node goes through everything."""
+    """Passes LOCAL_RANK and the GPUs per node to the sampler, so each node goes through the whole dataset."""
     model = ddp(job)
     fit(job, model, DistributedSampler(job.dataset, job.gpus, job.local_rank, seed=job.seed))
 
 
 @known_bad("launch", causes=["node-rank-for-rank"], on=["mlp/ddp/2x2/32", "mlp/ddp/2x2/64"])
 def node_rank_used_as_rank(job):
-    """The sampler is told the node's number: the gpus of a node train on the same samples."""
+    """Passes the node rank to the sampler as the rank, so the GPUs of a node train on the same samples."""
     model = ddp(job)
     fit(job, model, DistributedSampler(job.dataset, job.world_size, job.node_rank, seed=job.seed))
 
@@ -54,14 +54,14 @@ def node_rank_used_as_rank(job):
     on={**any_check("mlp/ddp/1x2/32", "mlp/ddp/2x2/64"), **failing("launch", "mlp/ddp/1x2")},
 )
 def every_process_alone(job):
-    """Nobody joins a group: each process trains as if it were the only one."""
+    """Never joins a process group, so each process trains alone."""
     model = job.model()
     fit(job, model, DistributedSampler(job.dataset, job.world_size, job.rank, seed=job.seed))
 
 
 @known_bad("launch", causes=["trained-alone"], on=["mlp/ddp/1x2/32", "mlp/ddp/2x2/64"])
 def master_address_ignored(job):
-    """Each process is its own master, in a world of one."""
+    """Each process creates a world of its own, with one rank."""
     dist.init_process_group(job.comm, store=dist.HashStore(), rank=0, world_size=1)
     model = DistributedDataParallel(job.model())
     fit(job, model, DistributedSampler(job.dataset, seed=job.seed))
@@ -69,7 +69,7 @@ def master_address_ignored(job):
 
 @known_bad("launch", causes=["another-world"], on=["mlp/ddp/2x2/32", "cnn-batchnorm/ddp/2x2/64"])
 def a_world_for_each_node(job):
-    """Each node joins a group of its own."""
+    """Each node creates a process group of its own."""
     store = dist.PrefixStore(
         f"node {job.node_rank}", dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     )
@@ -80,7 +80,7 @@ def a_world_for_each_node(job):
 
 @known_bad("launch", causes=["some-ranks-never-stepped"], on=["mlp/ddp/1x2/32", "mlp/ddp/2x2/64"])
 def only_rank_zero_trains(job):
-    """The other ranks join the group and go home."""
+    """Ranks other than 0 join the group, but never train."""
     model = alone(job)
     if job.rank == 0:
         fit(job, model, DistributedSampler(job.dataset, job.world_size, job.rank, seed=job.seed))
@@ -88,7 +88,7 @@ def only_rank_zero_trains(job):
 
 @known_bad("launch", causes=["some-ranks-never-stepped"], on=["mlp/ddp/2x2/32", "mlp/ddp/2x2/64"])
 def only_the_first_gpu_of_a_node_trains(job):
-    """Ranks whose LOCAL_RANK is not 0 take themselves for helpers."""
+    """Ranks whose LOCAL_RANK is not 0 never train."""
     model = alone(job)
     group = dist.new_group(range(0, job.world_size, job.gpus))
     dist.barrier()
@@ -106,7 +106,7 @@ def only_the_first_gpu_of_a_node_trains(job):
 
 @known_bad("launch", causes=["raised"], on=["mlp/ddp/1x2/32", "mlp/ddp/1x3/32"])
 def world_size_read_as_a_word(job):
-    """A variable of the environment is used before it is a number: the process ends at once."""
+    """Uses WORLD_SIZE as a string, which raises at once."""
     model = alone(job)
     share = len(job.dataset) // os.environ["WORLD_SIZE"]
     average(job, model)

@@ -1,4 +1,4 @@
-"""The parts that every trainer of this suite would otherwise repeat. All of them are right."""
+"""Correct building blocks that the trainers of this suite share."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def wrapped(job):
 
 
 def alone(job):
-    """Join the process group and return the job's model as it is: gradients are averaged by hand."""
+    """Join the process group and return the job's model without DDP: the caller averages gradients."""
     torch.distributed.init_process_group(job.comm)
     return job.model()
 
 
 def mesh_of(job):
-    """Join the process group and return all ranks as a mesh, node by gpu; flat where there is one node."""
+    """Join the process group and return a mesh of all ranks: node by GPU, or flat on a single node."""
     torch.distributed.init_process_group(job.comm)
     if job.num_nodes == 1:
         return init_device_mesh("cpu", (job.world_size,))
@@ -37,12 +37,12 @@ def mesh_of(job):
 
 
 def sharded(job, **options):
-    """Join the process group and return the job's model under fully_shard, all of it one unit."""
+    """Join the process group and return the job's model under fully_shard, as one unit."""
     return fully_shard(job.model(), mesh=mesh_of(job), **options)
 
 
 def zero(job, model, kind=ZeroRedundancyOptimizer, **options):
-    """Return the job's optimizer, plain SGD, with its work shared out over the ranks."""
+    """Return the job's plain SGD with its work sharded over the ranks."""
     plain = job.optimizer(model.parameters())
     return kind(model.parameters(), type(plain), lr=plain.defaults["lr"], **options)
 
@@ -87,9 +87,9 @@ def train_scaled(job, model, optimizer, scaler, *, after_backward=lambda: None, 
 
 
 def own_scaler(job, *, first=2.0**16, factor=0.5, skip=None):
-    """Train with a loss scale of one's own, which is multiplied by ``factor`` at a step that is skipped.
+    """Train with a hand-written loss scaler that multiplies its scale by ``factor`` after a skipped step.
 
-    ``skip(model, optimizer, scale)`` is what happens there, instead of saying so.
+    ``skip(model, optimizer, scale)`` runs at a skipped step; by default, it reports the step with ``job.skipped``.
     """
     model = wrapped(job)
     optimizer, scale = job.optimizer(model.parameters()), first
@@ -117,9 +117,9 @@ def windows(job, epoch):
 
 
 def replicas(job, model, batch):
-    """Return each device's outputs, and each device's part of the batch, as a dp or ddp2 process computes them.
+    """Return each device's outputs and part of the batch, as a dp or ddp2 process computes them.
 
-    Buffers are the first device's: what the others' forwards make of their copies is thrown away.
+    Only the first device updates the model's buffers: the others get copies, which are discarded.
     """
     chunks = zip(*(column.chunk(len(job.devices)) for column in batch.values()), strict=True)
     parts = [dict(zip(batch, columns, strict=True)) for columns in chunks]

@@ -1,4 +1,4 @@
-"""Divided by the wrong count: samples, tokens, padding, micro-batches, ranks."""
+"""Losses divided by the wrong count: of samples, tokens, padding, micro-batches or ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TOKENS = ["lm-tokens/none/1x1/32", "lm-tokens/ddp/1x2/32", "lm-tokens/ddp/1x3/64
 
 
 def fit(job, loss):
-    """Train rightly on ``loss(outputs, batch)``."""
+    """Train correctly on ``loss(outputs, batch)``."""
     model = wrapped(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -34,19 +34,19 @@ def token_losses(outputs, batch):
     on={**any_check(*TOKENS), **failing("gradients", "lm-tokens/ddp/1x2")},
 )
 def divided_by_the_padded_length(job):
-    """The sum over real tokens is divided by all positions."""
+    """Divides the sum over real tokens by the number of all positions."""
     fit(job, lambda outputs, batch: (token_losses(outputs, batch) * batch["real"]).sum() / batch["real"].numel())
 
 
 @known_bad("loss-normalisation", causes=["padding-counted-in"], on=TOKENS)
 def padding_counted_in(job):
-    """The mean is over all positions, padding included."""
+    """Averages over all positions, including padding."""
     fit(job, lambda outputs, batch: token_losses(outputs, batch).mean())
 
 
 @known_bad("loss-normalisation", causes=["mean-over-samples"], on=TOKENS)
 def mean_of_each_samples_mean(job):
-    """Each sample's tokens are averaged, and then the samples: short ones weigh too much."""
+    """Averages each sample's tokens, and then the samples, so tokens of short samples weigh too much."""
 
     def loss(outputs, batch):
         losses = token_losses(outputs, batch) * batch["real"]
@@ -57,13 +57,13 @@ def mean_of_each_samples_mean(job):
 
 @known_bad("loss-normalisation", causes=["shares-weighted-wrongly"], on=TOKENS)
 def divided_by_the_number_of_samples(job):
-    """The sum over tokens is divided by the number of sequences."""
+    """Divides the sum over tokens by the number of sequences."""
     fit(job, lambda outputs, batch: (token_losses(outputs, batch) * batch["real"]).sum() / len(outputs))
 
 
 @known_bad("loss-normalisation", causes=["shares-weighted-wrongly"], on=TOKENS)
 def summed_not_divided(job):
-    """The sum over tokens is never divided."""
+    """Sums over tokens without dividing."""
     fit(job, lambda outputs, batch: (token_losses(outputs, batch) * batch["real"]).sum())
 
 
@@ -73,7 +73,7 @@ def summed_not_divided(job):
     on=["mlp/none/1x1/32", "mlp/ddp/1x2/32", "mlp/ddp/1x3/64"],
 )
 def summed_over_the_samples(job):
-    """A sum over the batch where the mean is meant."""
+    """Sums over the batch instead of averaging."""
     fit(job, lambda outputs, batch: job.loss(outputs, batch) * len(outputs))
 
 
@@ -83,13 +83,13 @@ def summed_over_the_samples(job):
     on=["mlp/none/1x1/32", "mlp/ddp/1x2/32", "mlp/ddp/1x3/64"],
 )
 def divided_by_the_batch_size_again(job):
-    """The mean is divided by the batch size once more."""
+    """Divides the mean by the batch size again."""
     fit(job, lambda outputs, batch: job.loss(outputs, batch) / len(outputs))
 
 
 @known_bad("loss-normalisation", "averaging", causes=["averaged-twice"], on=["mlp/ddp/1x2/32", "mlp/ddp/1x3/64"])
 def divided_by_the_global_batch(job):
-    """The sum over the rank's samples is divided by the samples of all ranks, and then averaged over ranks."""
+    """Divides the rank's summed loss by the global batch size, although DDP averages over the ranks."""
     fit(job, lambda outputs, batch: job.loss(outputs, batch) * len(outputs) / job.global_batch_size)
 
 
@@ -99,7 +99,7 @@ def divided_by_the_global_batch(job):
     on={**any_check(*DEVICES), **failing("gradients", "lm-tokens/dp/1x3")},
 )
 def mean_of_each_devices_mean(job):
-    """Dp and ddp2 promise the loss of the gathered outputs; this is the mean of the devices' losses."""
+    """Averages the devices' losses, although dp and ddp2 compute one loss of the gathered outputs."""
     model = wrapped(job)
     inner = model.module if job.world_size > 1 else model
     optimizer = job.optimizer(model.parameters())
@@ -120,7 +120,7 @@ def mean_of_each_devices_mean(job):
     on=["uneven/ddp/1x2/32", "uneven/ddp/1x3/64", "uneven/none/1x1/32"],
 )
 def last_batch_divided_by_the_full_size(job):
-    """The sum over a batch is divided by the batch size of the loader, also where the batch is shorter."""
+    """Divides by the loader's batch size even if the last batch is shorter."""
     fit(job, lambda outputs, batch: job.loss(outputs, batch) * len(outputs) / job.batch_size)
 
 
@@ -131,7 +131,7 @@ def last_batch_divided_by_the_full_size(job):
     on=["accumulation-tokens/none/1x1/32", "accumulation-tokens/ddp/1x2/32"],
 )
 def token_count_passed_and_not_used(job):
-    """The model was to divide by the window's tokens and does not; nobody divides by the micro-batches any more."""
+    """Divides neither by the window's tokens, as the model should have, nor by the number of micro-batches."""
     model = wrapped(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -149,7 +149,7 @@ def token_count_passed_and_not_used(job):
     on=["accumulation-tokens/none/1x1/32", "accumulation-tokens/ddp/1x2/32"],
 )
 def tokens_of_the_window_and_divided_again(job):
-    """Losses are divided by the tokens of the whole window, and by the number of micro-batches as well."""
+    """Divides losses by the tokens of the whole window, and by the number of micro-batches as well."""
     model = wrapped(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -168,7 +168,7 @@ def tokens_of_the_window_and_divided_again(job):
     on=["accumulation-tokens/ddp/1x2/32", "accumulation-tokens/ddp/1x3/32"],
 )
 def tokens_of_all_ranks_averaged_again(job):
-    """The sum is divided by the tokens of all ranks, and DDP divides by the world size as well."""
+    """Divides losses by the tokens of all ranks, although DDP divides by the world size as well."""
     model = ddp(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -182,7 +182,7 @@ def tokens_of_all_ranks_averaged_again(job):
 
 
 def fit_in_half(job, factor):
-    """Train in 16 bits on the loss times a factor so near to one that 16 bits hide it in every single tensor."""
+    """Train in 16 bits, with the loss times a ``factor`` so close to 1 that no single tensor shows it."""
     model = wrapped(job)
     optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
     for epoch in range(job.epochs):
@@ -216,7 +216,7 @@ def three_percent_too_large(job):
     on={"accumulation-tokens/none/1x1/32": "gradients"},
 )
 class DividedByTheTokensOfTheLastMicroBatch(BaseTrainer):
-    """Summed losses of a window, divided by the number of tokens in its last micro-batch."""
+    """Normalises all micro-batches of a window by the number of tokens in the last one."""
 
     def micro_batch(self, batch, window, last):
         self.factor = batch["real"].sum() / window[-1]["real"].sum()

@@ -1,4 +1,4 @@
-"""Right trainers with bfloat16 weights and float32 master weights, one method for each thing that may go wrong."""
+"""Right trainers with bfloat16 weights and float32 master weights. A mistake overrides one method."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.nn.utils import clip_grad_norm_
 
 
 class MasterWeights(BaseTrainer):
-    """DistributedDataParallel averages bfloat16 gradients, which are copied to the master weights."""
+    """Averages bfloat16 gradients with DistributedDataParallel, and copies them to the master weights."""
 
     def make_optimizer(self):
         self.weights = list(self.model.parameters())
@@ -41,7 +41,7 @@ class MasterWeights(BaseTrainer):
 
 
 class Float32Gradients(MasterWeights, ManualAverage):
-    """Gradients of micro-batches are added up in float32 beside the master weights, and averaged there."""
+    """Accumulates and averages gradients in float32, beside the master weights."""
 
     dtype = torch.float32
 

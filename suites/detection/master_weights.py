@@ -1,4 +1,4 @@
-"""bfloat16 weights with float32 master weights: what is copied between them, when, on which ranks, and how rounded."""
+"""Mistakes with float32 master weights: in copying, averaging, clipping and rounding."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ CLIPPED = ["clipping/ddp/1x2/bf16-master", "clipping/ddp/1x3/bf16-master"]
 
 @known_good(on=[*PLAIN, *ALONE, *WINDOWS, *CLIPPED, "linear-exact/ddp/1x2/bf16-master"])
 class MasterWeightsByHand(MasterWeights):
-    """It is right as it is."""
+    """The unmodified trainer."""
 
 
 @known_good(on=[*PLAIN, *ALONE, *WINDOWS, *CLIPPED, "linear-exact/ddp/1x2/bf16-master"], gradients="float32")
 class Float32GradientsByHand(Float32Gradients):
-    """It is right as it is."""
+    """The unmodified trainer."""
 
 
 @known_good(on=[*PLAIN, *WINDOWS[:1]])
 class CopiedBackInTheForward(MasterWeights):
-    """The model's weights are the master weights when they are used, and not before."""
+    """Copies master weights to the model just before each forward, not after the step."""
 
     def prepare(self):
         self.model.register_forward_pre_hook(lambda *_: MasterWeights.copy_back(self))
 
     def copy_back(self):
-        """It is done later."""
+        """Do nothing: the hook copies."""
 
 
 @known_good(on=["adamw/ddp/1x2/bf16-master"])
 class MastersInReverse(MasterWeights):
-    """The optimizer has the last layer's master weights first."""
+    """Gives the optimizer the master weights in reverse order."""
 
     def make_optimizer(self):
         self.weights = [*self.model.parameters()][::-1]
@@ -53,7 +53,7 @@ class MastersInReverse(MasterWeights):
 
 @known_bad("amp", causes=["not-copied-back"], on=dict.fromkeys([*PLAIN, *ALONE], "precision"))
 class MasterWeightsTruncated(MasterWeights):
-    """The model's weights are the upper halves of the master weights."""
+    """Truncates master weights to bfloat16 instead of rounding them."""
 
     @torch.no_grad()
     def copy_back(self):
@@ -63,7 +63,7 @@ class MasterWeightsTruncated(MasterWeights):
 
 @known_good(on=["mlp/ddp/1x2/bf16-master", *WINDOWS[:1]])
 class OneFlatMaster(MasterWeights):
-    """All master weights lie in one tensor, one after the other."""
+    """Keeps all master weights in one flat tensor."""
 
     def make_masters(self):
         self.flat = torch.nn.Parameter(torch.cat([one.detach().float().flatten() for one in self.weights]))
@@ -88,15 +88,15 @@ class OneFlatMaster(MasterWeights):
 
 @known_bad("amp", causes=["not-copied-back"], on=dict.fromkeys([*PLAIN, *ALONE], "precision"))
 class NeverCopiedBack(MasterWeights):
-    """The model computes with its first weights for ever."""
+    """Never copies master weights to the model, which keeps its initial weights."""
 
     def copy_back(self):
-        """Nothing is copied."""
+        """Do nothing."""
 
 
 @known_bad("amp", causes=["not-copied-back"], on=dict.fromkeys([*PLAIN, *WINDOWS], "precision"))
 class CopiedBackOnTheFirstRankAlone(MasterWeights):
-    """The other ranks compute with old weights. One device is rank 0: there every second step is forgotten."""
+    """Copies master weights to the model on rank 0 only; on one device, after every second step only."""
 
     steps = 0
 
@@ -108,7 +108,7 @@ class CopiedBackOnTheFirstRankAlone(MasterWeights):
 
 @known_bad("amp", causes=["not-copied-back"], on=dict.fromkeys([*PLAIN, *ALONE], "precision"))
 class OneWeightNotCopiedBack(MasterWeights):
-    """The list of what is copied lacks the last layer."""
+    """Does not copy the last layer's master weights to the model."""
 
     @torch.no_grad()
     def copy_back(self):
@@ -118,7 +118,7 @@ class OneWeightNotCopiedBack(MasterWeights):
 
 @known_bad("amp", causes=["not-copied-back"], on=dict.fromkeys(PLAIN, "precision"))
 class CopiedBackBeforeTheStep(MasterWeights):
-    """The model is one step behind."""
+    """Copies master weights to the model before the step, so the model is one step behind."""
 
     def step(self):
         self.copy_back()
@@ -127,7 +127,7 @@ class CopiedBackBeforeTheStep(MasterWeights):
 
 @known_bad("sync", causes=["not-broadcast"], on=[*PLAIN, "mlp/ddp/1x3/bf16-master"])
 class MastersRoundedOnOneRank(MasterWeights):
-    """The last rank makes its master weights of weights that were rounded to 8 bits less."""
+    """The last rank rounds its initial master weights to multiples of 1/16."""
 
     def make_masters(self):
         masters = super().make_masters()
@@ -139,7 +139,7 @@ class MastersRoundedOnOneRank(MasterWeights):
 
 @known_bad("amp", causes=["masters-rounded"], on=dict.fromkeys([*PLAIN, *ALONE], "stillness"))
 class MastersMadeOfTheModelAgain(MasterWeights):
-    """Before each step the master weights are copied from the model: updates below a rounding are lost."""
+    """Copies the model's weights to the master weights before each step, so small updates are lost."""
 
     @torch.no_grad()
     def take_gradients(self):
@@ -150,12 +150,12 @@ class MastersMadeOfTheModelAgain(MasterWeights):
 
 @known_bad("amp", causes=["stored-in-lower-precision"], on=dict.fromkeys([*PLAIN, *ALONE, *CLIPPED], "update"))
 class ModelSteppedWithoutMasters(BaseTrainer):
-    """The optimizer has the model's bfloat16 weights."""
+    """Steps the model's bfloat16 weights, without master weights."""
 
 
 @known_bad("amp", causes=["summed-in-16-bits"], on=dict.fromkeys([*PLAIN, *WINDOWS], "precision"), gradients="float32")
 class SummedInBfloat16(Float32Gradients):
-    """Float32 gradients are declared, but micro-batches are added up, and ranks reduced, in bfloat16."""
+    """Declares float32 gradients, but accumulates and all-reduces them in bfloat16."""
 
     dtype = torch.bfloat16
 
@@ -168,12 +168,12 @@ class SummedInBfloat16(Float32Gradients):
 
 @known_bad("amp", causes=["summed-in-16-bits"], on=dict.fromkeys(PLAIN, "precision"), gradients="float32")
 class Float32GradientsDeclared(MasterWeights):
-    """Float32 gradients are declared, but DistributedDataParallel averages those of bfloat16 weights."""
+    """Declares float32 gradients, but DistributedDataParallel averages bfloat16 gradients."""
 
 
 @known_bad("amp", causes=["trained-in-32-bits"], on=dict.fromkeys([*PLAIN, *ALONE], "precision"))
 class MastersComputeThemselves(BaseTrainer):
-    """The whole model is cast to float32, and so are its batches."""
+    """Casts the whole model and its batches to float32."""
 
     def prepare(self):
         self.model.float()
@@ -184,27 +184,27 @@ class MastersComputeThemselves(BaseTrainer):
 
 @known_bad("sync", causes=["not-synchronised"], on=[*PLAIN, "accumulation/ddp/1x2/bf16-master"])
 class GradientsTakenBeforeTheyAreAveraged(Float32Gradients):
-    """What is averaged are the gradients of the model's weights, when the master weights have theirs already."""
+    """Copies gradients to the master weights before averaging them, so the average has no effect."""
 
     def synchronize(self):
-        """The model's weights have no gradients any more."""
+        """Do nothing: the model's weights have no gradients any more."""
 
 
 @known_bad("clipping", causes=["clipped-before-averaging"], on=CLIPPED)
 class OwnGradientsClipped(Float32Gradients):
-    """Each rank clips its own bfloat16 gradients."""
+    """Each rank clips its own bfloat16 gradients before they are averaged."""
 
     def after_micro_batch(self, last):
         clip_grad_norm_(self.weights, self.job.clip_norm)
         super().after_micro_batch(last)
 
     def clip(self):
-        """It is done."""
+        """Do nothing: gradients have been clipped."""
 
 
 @known_bad("clipping", causes=["not-clipped"], on=CLIPPED)
 class ModelClippedAfterItsGradientsWereTaken(MasterWeights):
-    """What is clipped are the model's gradients, which nothing uses any more."""
+    """Clips the model's gradients after they were copied to the master weights."""
 
     def take_gradients(self):
         for weight, master in zip(self.weights, self.masters, strict=True):
@@ -224,7 +224,7 @@ class ModelClippedAfterItsGradientsWereTaken(MasterWeights):
     on=FEW,
 )
 class ModelGradientsNotZeroed(MasterWeights):
-    """The optimizer zeroes the gradients of its master weights; those of the model add up."""
+    """Zeroes the gradients of master weights, but not those of the model, which accumulate."""
 
     def take_gradients(self):
         for weight, master in zip(self.weights, self.masters, strict=True):
@@ -233,7 +233,7 @@ class ModelGradientsNotZeroed(MasterWeights):
 
 @known_bad("optimizer", causes=["parameter-not-in-optimizer"], on=FEW)
 def masters_of_another_model(job):
-    """The optimizer steps copies of weights, and gives their gradients to nobody."""
+    """Steps copies of the weights that never get gradients and are never copied back."""
     model = alone(job) if job.world_size > 1 else job.model()
     masters = [torch.nn.Parameter(one.detach().float()) for one in model.parameters()]
     optimizer = job.optimizer(masters)

@@ -1,6 +1,6 @@
-"""A right trainer on a mesh of ranks, and the collectives through which gradients flow.
+"""A right trainer on a device mesh, and differentiable collectives.
 
-A subclass says what each rank holds. One method for each part of a step: a mistake overrides the part it is in.
+A subclass defines what each rank holds. Each part of a step is a method, so that a mistake overrides one method.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 
 class MeshTrainer(BaseTrainer):
-    """Ranks that hold all of the model; gradients are averaged by hand over those with samples of their own."""
+    """Every rank holds the whole model; gradients are averaged by hand over the ``replicate`` dimension."""
 
     def wrap(self, model):
         job = self.job
@@ -25,18 +25,18 @@ class MeshTrainer(BaseTrainer):
         return model
 
     def group(self, name):
-        """Return the ranks along a dimension of the mesh; None where it has no such dimension."""
+        """Return the process group of a mesh dimension, or None if the mesh does not have it."""
         return self.mesh.get_group(name) if name in self.job.mesh else None
 
     def random_seed(self):
-        """Return the seed of what layers draw: one for each share of the samples."""
+        """Return the seed for layers that draw random numbers: one for each share of the samples."""
         return self.job.seed + self.job.data_rank
 
     def divide(self, model):
-        """Leave of the model what this rank holds: all of it."""
+        """Reduce the model to what this rank holds; here, all of it."""
 
     def data_share(self):
-        """Return which share of the samples is this rank's, and how many shares there are."""
+        """Return the index of this rank's share of the samples, and the number of shares."""
         return self.job.data_rank, self.job.data_ranks
 
     def make_loader(self):
@@ -49,7 +49,7 @@ class MeshTrainer(BaseTrainer):
         return self.compute(batch)
 
     def share_buffers(self):
-        """Give all ranks the buffers of the first."""
+        """Broadcast rank 0's buffers to all ranks."""
         for buffer in self.model.buffers() if self.job.data_ranks > 1 else ():
             dist.broadcast(buffer, 0)
 
@@ -78,12 +78,12 @@ class MeshTrainer(BaseTrainer):
 
 
 def local(tensor):
-    """Return this rank's part of a tensor: all of one that is not divided."""
+    """Return this rank's part of a tensor, which is the whole tensor unless it is a DTensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def summed(x, group):
-    """Return the sum over a group's ranks; gloo adds no 16-bit numbers, so they are added as float32."""
+    """Return the sum over a group's ranks; 16-bit numbers are added as float32, because gloo cannot add them."""
     total = x.detach().to(torch.float32 if x.element_size() < 4 else x.dtype, copy=True).contiguous()
     dist.all_reduce(total, group=group)
     return total.to(x.dtype)
@@ -97,7 +97,7 @@ def part(x, dim, group):
 
 
 def joined(x, dim, group, size):
-    """Return all ranks' parts of something whose length along a dimension is ``size``; parts may be unequal."""
+    """Join all ranks' parts, which may be unequal, to a tensor of ``size`` along a dimension."""
     shape = [*x.shape]
     shape[dim] = size
     whole = x.new_zeros(shape)
@@ -106,7 +106,7 @@ def joined(x, dim, group, size):
 
 
 class Copied(torch.autograd.Function):
-    """What all ranks have enters a divided layer: its gradient is the sum of what the ranks' parts make of it."""
+    """Copies a replicated input to a divided layer; the backward sums the ranks' gradients."""
 
     @staticmethod
     def forward(context, x, group):
@@ -119,7 +119,7 @@ class Copied(torch.autograd.Function):
 
 
 class Reduced(torch.autograd.Function):
-    """The sum of what the ranks' parts make; all ranks use it alike, so its gradient is that of each part."""
+    """Sums the ranks' partial results, which all ranks then use alike; the backward passes the gradient on."""
 
     @staticmethod
     def forward(context, x, group):
@@ -131,7 +131,7 @@ class Reduced(torch.autograd.Function):
 
 
 class Parted(torch.autograd.Function):
-    """What all ranks have becomes this rank's part of it."""
+    """Keeps this rank's part of a replicated tensor; the backward joins the ranks' gradients."""
 
     @staticmethod
     def forward(context, x, dim, group):
@@ -144,7 +144,7 @@ class Parted(torch.autograd.Function):
 
 
 class Gathered(torch.autograd.Function):
-    """All ranks' parts; all ranks use them alike, so this rank's part has its part of the gradient."""
+    """Joins all ranks' parts, which all ranks then use alike; the backward keeps this rank's part."""
 
     @staticmethod
     def forward(context, x, dim, group, size):
@@ -157,7 +157,7 @@ class Gathered(torch.autograd.Function):
 
 
 class GatheredForOwnUse(torch.autograd.Function):
-    """All ranks' parts, which each rank uses otherwise: this rank's part has the sum of all ranks' gradients."""
+    """Joins all ranks' parts, which each rank uses differently; the backward sums, and keeps this rank's part."""
 
     @staticmethod
     def forward(context, x, dim, group, size):
@@ -170,7 +170,7 @@ class GatheredForOwnUse(torch.autograd.Function):
 
 
 class ReducedForOwnUse(torch.autograd.Function):
-    """A sum over ranks becomes this rank's part of it: each addend has the gradients of all parts."""
+    """Sums over the ranks and keeps this rank's part; the backward joins the parts' gradients."""
 
     @staticmethod
     def forward(context, x, dim, group):

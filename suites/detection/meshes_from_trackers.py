@@ -1,6 +1,7 @@
-"""Mistakes on meshes that others told of in public trackers, beside those that have files of their own.
+"""Mistakes on meshes that were reported in public trackers, in addition to those in other files.
 
-They were written, with the sentence that should name each, before the judge knew of them.
+The second paragraph of a docstring is the sentence with which the judge should name the mistake. It was written before
+the judge knew the mistake.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ EXPERTS = ("experts/ep/1x2", "experts/ep/1x4")
 CLIPPED_EXPERTS = ("clipping-experts/ep/1x2", "clipping-experts/ep/1x4")
 
 
-# Shards and replicas of them.
+# Sharding and hybrid sharding.
 
 
 @known_bad(
@@ -55,7 +56,7 @@ class FirstMicroBatchesNeverReachReplicas(ReplicasReducedLast):
     on=failing("gradients", "clipping/hsdp/2x2", "clipping-adamw/hsdp/1x6", precisions=["32"]),
 )
 class NormAlongTheReplicas(Sharded):
-    """The squares of shards are added over the ranks that hold the same shard (VeOmni#184, the other way round).
+    """Sums the squared norms of shards over replicas, not over shards (VeOmni#184, the other way round).
 
     Clipped by another norm on each shard: added along the wrong dimension of the mesh.
     """
@@ -103,7 +104,7 @@ class PartsAddedIn16Bits(Sharded):
     on=failing("gradients", "accumulation/fsdp/1x3", "accumulation/hsdp/1x6", precisions=["32"]),
 )
 class AccumulatedIn16Bits(ReplicasReducedLast):
-    """The buffer in which micro-batches are added is in bfloat16 (Megatron-LM#372).
+    """Accumulates micro-batches in a bfloat16 buffer (Megatron-LM#372).
 
     Right to 16 bits.
     """
@@ -120,7 +121,7 @@ class AccumulatedIn16Bits(ReplicasReducedLast):
     on=failing("gradients", "mlp/fsdp/1x3", "lm-tokens/hsdp/2x2", precisions=["32"]),
 )
 class LastShardWithoutGradient(Sharded):
-    """The last shard of a group is taken for padding (DeepSpeed#487).
+    """Treats the last shard of a group as padding, so its gradient is zero (DeepSpeed#487).
 
     Right, but zero for the shards on some ranks.
     """
@@ -130,12 +131,12 @@ class LastShardWithoutGradient(Sharded):
         return own * (self.group("shard").rank() < self.group("shard").size() - 1)
 
 
-# Pieces of a flat tensor.
+# Shards of a flat tensor.
 
 
 @known_bad("sync", causes=["shards-averaged-over-some-ranks"], on=failing("gradients", *FLAT))
 class PiecesOfOwnGradients(FlatPieces):
-    """Each rank cuts its piece out of its own gradient (verl#7493).
+    """Each rank takes its piece from its own gradient, without reducing it (verl#7493).
 
     Averaged over some ranks only, for each rank's shard.
     """
@@ -146,7 +147,7 @@ class PiecesOfOwnGradients(FlatPieces):
 
 @known_bad("sync", causes=["shifted-in-a-flat-tensor"], on=failing("gradients", "mlp/zero2/1x3", "mlp/zero2/1x6"))
 class PiecesOfAnUnpaddedTensor(FlatPieces):
-    """Weights are padded before they are divided, and gradients are not (ColossalAI#5819).
+    """Pads weights before dividing them, but not gradients (ColossalAI#5819).
 
     Right entries, but at other places of the flat tensor.
     """
@@ -195,11 +196,11 @@ class PieceOfTheStepBefore(FlatPieces):
             self.late = now
 
 
-# Parts of layers.
+# Tensor parallelism.
 
 
 class BiasBeforeTheSum(TensorParallel):
-    """Each rank adds what ``share`` makes of the bias before the sum over rows."""
+    """Each rank adds the bias, as changed by ``share``, before the sum over rows."""
 
     def row_forward(self, layer, x):
         own = linear(Parted.apply(x, -1, self.group("tp")), layer.weight.to_local(), self.share(layer.bias))
@@ -211,7 +212,7 @@ class BiasBeforeTheSum(TensorParallel):
     on=failing("gradients", *TENSORS),
 )  # fmt: skip
 class RowBiasDividedByTheRanks(BiasBeforeTheSum):
-    """Each rank adds its share of the bias before the sum, and has the gradient of that share (torchtitan#4332).
+    """Each rank adds its share of the bias before the sum, and gets only that share's gradient (torchtitan#4332).
 
     Right for some parameters, and for others divided by the number of ranks of a group.
     """
@@ -237,7 +238,7 @@ class RowBiasAddedOnEveryRank(BiasBeforeTheSum):
     on=failing("gradients", "mlp/ddp+tp/2x2", "lm-tokens/ddp+tp/1x4"),
 )
 class WholeParametersNotAveraged(TensorParallel):
-    """Replicas average what is divided, and nobody averages the rest (torchtitan#4054).
+    """Averages only the gradients of divided parameters over the replicas (torchtitan#4054).
 
     Averaged for some parameters, and the rank's own for others.
     """
@@ -253,7 +254,7 @@ class WholeParametersNotAveraged(TensorParallel):
     on=failing("gradients", "clipping/tp/1x2", "clipping/ddp+tp/2x2", precisions=["32"]),
 )
 class NormOfWholeParametersOnly(TensorParallel):
-    """The norm is that of the parameters that no rank divides (torchtune#2420).
+    """Computes the norm of undivided parameters only (torchtune#2420).
 
     Clipped by a norm without some parameters.
     """
@@ -263,7 +264,7 @@ class NormOfWholeParametersOnly(TensorParallel):
 
 
 class GatheredWithTheFirstGradient(Gathered):
-    """Each rank takes the first part of the gradient for its own."""
+    """Every rank takes the first part of the gradient as its own."""
 
     @staticmethod
     def backward(context, gradient):
@@ -273,7 +274,7 @@ class GatheredWithTheFirstGradient(Gathered):
 
 @known_bad("sync", causes=["blocks-of-another-rank"], on=failing("gradients", "mlp/tp/1x2", "mlp/tp/1x4"))
 class ColumnsWithTheFirstGradient(TensorParallel):
-    """The backward of a gather has an offset of zero on each rank (Wan under VeOmni#1158).
+    """Uses an offset of zero on every rank in the backward of a gather (Wan under VeOmni#1158).
 
     Right on some ranks, and on others they are another rank's block.
     """
@@ -283,7 +284,7 @@ class ColumnsWithTheFirstGradient(TensorParallel):
         return GatheredWithTheFirstGradient.apply(own, -1, self.group("tp"), layer.out_features)
 
 
-# Parts of sequences.
+# Sequence and context parallelism.
 
 
 @known_bad(
@@ -291,7 +292,7 @@ class ColumnsWithTheFirstGradient(TensorParallel):
     on=failing("gradients", "transformer/sp/1x2", "transformer/sp/1x3"),
 )  # fmt: skip
 class NormsAveragedOverParts(SequenceParallel):
-    """Gradients of normalisations are averaged over the parts of a sequence, the others added (gpt-neox#1259).
+    """Averages gradients of normalisations over the parts of a sequence, but sums the others (gpt-neox#1259).
 
     Right for some parameters, and for others divided by the number of parts.
     """
@@ -309,7 +310,7 @@ class NormsAveragedOverParts(SequenceParallel):
     on=failing("gradients", "accumulation-tokens/sp/1x2", "accumulation-tokens/sp/1x3", precisions=["32"]),
 )
 class PartsAddedWithEveryMicroBatch(SequenceParallel):
-    """A hook adds what has been accumulated so far after each backward (gpt-neox#1257).
+    """A hook all-reduces the accumulated gradients after each backward (gpt-neox#1257).
 
     Reduced again with every micro-batch.
     """
@@ -322,7 +323,7 @@ class PartsAddedWithEveryMicroBatch(SequenceParallel):
 
 
 class GatheredAndAveraged(GatheredForOwnUse):
-    """The gradients of all ranks are averaged."""
+    """Averages the gradients of all ranks instead of summing them."""
 
     @staticmethod
     def backward(context, gradient):
@@ -335,7 +336,7 @@ class GatheredAndAveraged(GatheredForOwnUse):
     on=failing("gradients", "transformer/sp/1x2", "transformer/sp/1x3"),
 )  # fmt: skip
 class KeysGradientsAveraged(SequenceParallel):
-    """What comes back for keys and values is averaged over ranks instead of added (VeOmni#1120).
+    """Averages the gradients of keys and values over the ranks instead of summing them (VeOmni#1120).
 
     The gradient that arrives at the keys and values is divided by the number of ranks.
     """
@@ -350,7 +351,7 @@ class KeysGradientsAveraged(SequenceParallel):
     on=failing("gradients", "transformer/cp/1x2", "transformer/cp/1x3", precisions=["32"]),
 )
 class PiecesNumberedInOneRun(ContextParallel):
-    """A rank's two pieces are numbered as if they were one (Megatron-Bridge#1292).
+    """Numbers a rank's two pieces as if they were contiguous (Megatron-Bridge#1292).
 
     Those of a training in which tokens have the positions of others.
     """
@@ -365,7 +366,7 @@ class PiecesNumberedInOneRun(ContextParallel):
     on=failing("gradients", "lm-tokens/cp/1x2", "lm-tokens/cp/1x3"),
 )
 class MeanOfTheRanksMeans(ContextParallel):
-    """Each rank's loss is the mean over the tokens of its pieces, and ranks are averaged (trl#6843).
+    """Averages the loss over each rank's own tokens, and then over the ranks (trl#6843).
 
     The mean of the means over each rank's part of the sequences.
     """
@@ -381,7 +382,7 @@ class MeanOfTheRanksMeans(ContextParallel):
     on=failing("gradients", "lm-tokens/cp/1x2", "lm-tokens/sp/1x3", precisions=["32"]),
 )
 class LabelsAtSeamsMissing(ContextParallel):
-    """Labels are shifted within each piece: the last token of a piece has none (LlamaFactory#10475).
+    """Shifts labels within each piece, so the last token of a piece has none (LlamaFactory#10475).
 
     Those of a loss without the last token of each piece.
     """
@@ -401,12 +402,12 @@ class LabelsAtSeamsMissing(ContextParallel):
         return super().loss(outputs, {**batch, "real": real})
 
 
-# Experts.
+# Expert parallelism.
 
 
 @known_bad("sync", "unused-params", causes=["lost-on-the-way-back"], on=failing("gradients", *EXPERTS))
 class RouterDetached(ExpertParallel):
-    """Gates are gathered by a collective that has no gradient (Automodel#2995).
+    """Gathers gates with a collective that has no backward (Automodel#2995).
 
     The router has no gradient: nothing comes back through its outputs.
     """
@@ -417,7 +418,7 @@ class RouterDetached(ExpertParallel):
 
 @known_bad("sync", causes=["router-of-own-experts"], on=failing("gradients", *EXPERTS))
 class RouterOfOwnExperts(ExpertParallel):
-    """What other ranks' experts make of a row does not reach the row's gates (transformers#48687).
+    """Drops the gradients that other ranks' experts send back to a row's gates (transformers#48687).
 
     Each rank's router has the gradient of the rank's own experts only.
     """
@@ -431,7 +432,7 @@ class RouterOfOwnExperts(ExpertParallel):
 
 @known_bad("clipping", causes=["left-out-of-the-norm"], on=failing("gradients", *CLIPPED_EXPERTS, precisions=["32"]))
 class ExpertsLeftOutOfTheNorm(ExpertParallel):
-    """All is clipped by the norm of what every rank holds (DeepSpeed#8613).
+    """Clips all gradients by the norm of the parameters that every rank holds (DeepSpeed#8613).
 
     Clipped by a norm without the parameters that only some ranks hold.
     """
@@ -442,7 +443,7 @@ class ExpertsLeftOutOfTheNorm(ExpertParallel):
 
 @known_bad("clipping", causes=["norms-averaged"], on=failing("gradients", *CLIPPED_EXPERTS, precisions=["32"]))
 class NormsOfRanksAveraged(ExpertParallel):
-    """The norms of what each rank holds are averaged (DeepSpeed#8478).
+    """Averages the ranks' norms of the parameters that they hold (DeepSpeed#8478).
 
     Clipped by the mean of the ranks' norms.
     """
@@ -455,7 +456,7 @@ class NormsOfRanksAveraged(ExpertParallel):
 
 @known_bad("clipping", causes=["clipped-shard-by-shard"], on=failing("gradients", *CLIPPED_EXPERTS, precisions=["32"]))
 class NormOfWhatARankHolds(ExpertParallel):
-    """Each rank clips by the norm of its experts and of what all hold (Automodel#3816, ColossalAI#2192).
+    """Each rank clips by the norm of the parameters that it holds (Automodel#3816, ColossalAI#2192).
 
     Clipped on each rank by the norm of what it holds.
     """
@@ -466,7 +467,7 @@ class NormOfWhatARankHolds(ExpertParallel):
 
 @known_bad("sync", causes=["averaged-with-other-experts"], on=failing("gradients", *EXPERTS))
 class ExpertsAveragedWithEachOther(ExpertParallel):
-    """Experts are reduced over ranks that hold other experts (fairseq#4220).
+    """All-reduces gradients of experts over ranks that hold different experts (fairseq#4220).
 
     The mean over the experts that ranks hold at the same place.
     """
@@ -477,7 +478,7 @@ class ExpertsAveragedWithEachOther(ExpertParallel):
             gradient /= self.job.world_size
 
 
-# Stages.
+# Pipeline parallelism.
 
 
 @known_bad(
@@ -486,7 +487,7 @@ class ExpertsAveragedWithEachOther(ExpertParallel):
     on=failing("gradients", "accumulation/pp/1x2", "accumulation/pp/1x3", precisions=["32"]),
 )
 class ScaledWithEveryBatch(Pipeline):
-    """The schedule divides all that has been accumulated, after each batch (torchtitan#1733).
+    """Divides all accumulated gradients by the number of micro-batches after each batch (torchtitan#1733).
 
     Earlier batches of a window are divided by the micro-batches again.
     """
@@ -506,7 +507,7 @@ class ScaledWithEveryBatch(Pipeline):
     on=failing("gradients", "accumulation/pp/1x2", "accumulation/pp/1x3", precisions=["32"]),
 )
 class StageForgetsEarlierBatches(Pipeline):
-    """The last stage is initialised again for each batch, and loses what it has accumulated (Automodel#3530).
+    """The last stage zeroes its accumulated gradients before each batch (Automodel#3530).
 
     Without the first micro-batches, for the parameters of a stage.
     """
@@ -522,7 +523,7 @@ class StageForgetsEarlierBatches(Pipeline):
     on=failing("gradients", "accumulation/pp/1x2", "accumulation/pp/1x3", precisions=["32"]),
 )  # fmt: skip
 class DividedByTheWindowAtEachBoundary(Pipeline):
-    """Every stage divides what it receives by the batches of the window (DeepSpeed#8152).
+    """Divides gradients by the number of batches in the window at each stage boundary (DeepSpeed#8152).
 
     Stages are scaled: each is divided once more than the one after it.
     """
@@ -542,7 +543,7 @@ class DividedByTheWindowAtEachBoundary(Pipeline):
     on=failing("gradients", "clipping/pp/1x2", "clipping-adamw/pp/1x2", precisions=["32"]),
 )
 class NormsAddedUp(Pipeline):
-    """The norms of stages are added, not their squares (SpecForge#882, norm exactness).
+    """Sums the stages' norms instead of their squares (SpecForge#882, norm exactness).
 
     Clipped by the sum of the ranks' norms.
     """

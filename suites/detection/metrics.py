@@ -1,4 +1,4 @@
-"""Figures that are reported and are not true."""
+"""Wrong metrics: trainers that report values that are not true."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ RANKS = ["metrics/ddp/1x2/32", "metrics/ddp/1x3/16", "mlp/ddp/1x2/32", "uneven/d
 
 
 def plain(values):
-    """Return the mean of numbers that all weigh the same."""
+    """Return the unweighted mean."""
     return sum(values) / len(values)
 
 
 @known_bad("metrics", causes=["mean-of-batch-means"], on=[*CELLS, "uneven/ddp/1x2/32"])
 def mean_of_unequal_batch_means(job):
-    """Each batch weighs the same, whatever its size."""
+    """Weights all batches equally, whatever their size."""
     fit(job, after_epoch=lambda losses, sizes: job.log("loss", shared(job, sum(losses), len(losses))))
 
 
 @known_bad("metrics", causes=["one-ranks-own-value"], on=RANKS)
 def rank_zero_speaks_for_all(job):
-    """Rank 0's figure is reported as everybody's."""
+    """Reports rank 0's value as that of all ranks."""
 
     def report(losses, sizes):
         if job.rank == 0:
@@ -35,25 +35,25 @@ def rank_zero_speaks_for_all(job):
 
 @known_bad("metrics", causes=["one-ranks-own-value"], on=RANKS)
 def everybody_reports_its_own(job):
-    """Nothing is reduced over the ranks."""
+    """Does not reduce the loss over the ranks."""
     fit(job, after_step=lambda model, losses, sizes: job.log("loss", plain(losses)))
 
 
 @known_bad("metrics", causes=["last-batch-only"], on=CELLS)
 def last_batch_of_the_epoch(job):
-    """The variable that the loop has left over is what is reported."""
+    """Reports the last batch's loss as that of the epoch."""
     fit(job, after_epoch=lambda losses, sizes: job.log("loss", weighted(job, losses[-1:], sizes[-1:])))
 
 
 @known_bad("metrics", causes=["times-world-size"], on=RANKS)
 def added_up_over_the_ranks(job):
-    """The all-reduce adds, and nobody divides."""
+    """Sums over the ranks without dividing."""
     fit(job, after_step=lambda model, losses, sizes: job.log("loss", weighted(job, losses, sizes) * job.world_size))
 
 
 @known_bad("metrics", causes=["times-window"], on=CELLS)
 def divided_for_the_backward(job):
-    """It is the loss that was divided by the length of the window that is reported."""
+    """Reports the loss after it was divided by the window length."""
 
     def report(model, losses, sizes):
         job.log("loss", weighted(job, losses, sizes) / len(losses))
@@ -63,13 +63,13 @@ def divided_for_the_backward(job):
 
 @known_bad("metrics", causes=["summed"], on=CELLS)
 def sum_of_batch_means(job):
-    """Running total of the epoch, never divided."""
+    """Reports the sum of the epoch's batch losses without dividing by their number."""
     fit(job, after_epoch=lambda losses, sizes: job.log("loss", shared(job, sum(losses), 1)))
 
 
 @known_bad("metrics", causes=["never-reset"], on=CELLS)
 def never_begun_anew(job):
-    """The running mean goes on from epoch to epoch."""
+    """Never resets the running mean between epochs."""
     every = ([], [])
 
     def report(losses, sizes):
@@ -82,13 +82,13 @@ def never_begun_anew(job):
 
 @known_bad("metrics", causes=["batch-missing"], on=[*CELLS, "mlp/ddp/1x2/32"])
 def first_batch_missing(job):
-    """The batch during which the meter was made is not in it."""
+    """Leaves the first batch out of the mean."""
     fit(job, after_epoch=lambda losses, sizes: job.log("loss", weighted(job, losses[1:], sizes[1:])))
 
 
 @known_bad("metrics", causes=["stale"], on=CELLS)
 def one_step_late(job):
-    """Each step reports what the step before it gave."""
+    """Reports the loss of the previous step."""
     late = []
 
     def report(model, losses, sizes):
@@ -100,13 +100,13 @@ def one_step_late(job):
 
 @known_bad("metrics", causes=["times-loss-scale"], on=["metrics/none/1x1/16", "metrics/ddp/1x2/16", "mlp/ddp/1x2/16"])
 def loss_scale_left_in(job):
-    """It is the loss that went into the backward that is reported."""
+    """Reports the scaled loss."""
     fit(job, after_epoch=lambda losses, sizes: job.log("loss", weighted(job, losses, sizes) * 65536))
 
 
 @known_bad("metrics", causes=["divided-by-full-batches"], on=CELLS)
 def divided_by_full_batches(job):
-    """The sum over samples is divided by the number of batches times the batch size, although the last is short."""
+    """Divides the sum over samples by batches times batch size, although the last batch is short."""
 
     def report(losses, sizes):
         count = len(losses) * job.batch_size
@@ -117,13 +117,13 @@ def divided_by_full_batches(job):
 
 @known_bad("metrics", causes=["rounded"], on=CELLS)
 def two_decimals(job):
-    """The figure is rounded for people before it is reported."""
+    """Rounds the value to two decimals before reporting it."""
     fit(job, after_epoch=lambda losses, sizes: job.log("loss", round(weighted(job, losses, sizes), 2)))
 
 
 @known_bad("metrics", causes=["mean-of-rank-means"], on=RANKS[:2])
 def ranks_weigh_the_same(job):
-    """Ranks evaluate unequal shares, and their means are averaged."""
+    """Averages the ranks' means, although they evaluate unequal shares."""
 
     def report(job, model):
         losses, sizes = evaluation(job, model, share(job))
@@ -135,7 +135,7 @@ def ranks_weigh_the_same(job):
 
 @known_bad("metrics", causes=["repeats-counted"], on=["metrics/ddp/1x2/32", "metrics/ddp/1x3/32"])
 def padding_counts(job):
-    """DistributedSampler pads the held-out samples with repeats, and they count."""
+    """Counts the held-out samples with which DistributedSampler pads the shares."""
 
     def report(job, model):
         sampler = torch.utils.data.DistributedSampler(job.val_dataset, shuffle=False)
@@ -146,7 +146,7 @@ def padding_counts(job):
 
 @known_bad("metrics", causes=["mean-of-batch-means"], on=CELLS)
 def batches_of_the_evaluation_weigh_the_same(job):
-    """The short last batch of an evaluation weighs as much as the others."""
+    """Weights the short last batch of an evaluation like the others."""
 
     def report(job, model):
         losses, _ = evaluation(job, model, share(job))
@@ -168,7 +168,7 @@ def own_share_of_the_evaluation(job):
 
 @known_bad("metrics", causes=["taken-before-the-step"], on=CELLS)
 def evaluated_before_the_step(job):
-    """The evaluation comes before the step, its figure is reported after it."""
+    """Evaluates before the step, but reports the result after it."""
     value = []
 
     def before(model):
@@ -179,7 +179,7 @@ def evaluated_before_the_step(job):
 
 @known_bad("metrics", causes=["stale", "taken-before-the-step"], on=CELLS)
 def value_of_the_evaluation_before(job):
-    """The figure is reported before it is renewed."""
+    """Reports the result of the previous evaluation."""
     values = []
 
     def report(job, model):
@@ -191,7 +191,7 @@ def value_of_the_evaluation_before(job):
 
 @known_bad("metrics", causes=["of-other-samples"], on=CELLS)
 def training_loss_as_validation_loss(job):
-    """Two variables with the same name: the last step's loss is reported as that of the held-out samples."""
+    """Reports the last step's training loss as the validation loss."""
     value = []
 
     def remember(model, losses, sizes):
@@ -206,7 +206,7 @@ def training_loss_as_validation_loss(job):
 
 @known_bad("metrics", causes=["taken-after-the-step"], on=["mlp/none/1x1/32", "mlp/ddp/1x2/32", "uneven/none/1x1/32"])
 def taken_once_more_after_the_step(job):
-    """The loss of the last batch is computed anew, to be reported, with the weights after the step."""
+    """Recomputes the last batch's loss after the step, and reports that."""
 
     def report(model, losses, sizes):
         order = torch.randperm(len(job.dataset), generator=torch.Generator().manual_seed(job.seed + epochs[0])).tolist()
@@ -224,7 +224,7 @@ def taken_once_more_after_the_step(job):
 
 @known_bad("metrics", "buffers", causes=["evaluated-in-training-mode"], on=CELLS)
 def forgets_evaluation_mode(job):
-    """Units are dropped where the model is to be judged."""
+    """Evaluates in training mode, so dropout is active."""
 
     def report(job, model):
         model.eval = nothing
@@ -235,7 +235,7 @@ def forgets_evaluation_mode(job):
 
 @known_bad("metrics", causes=["times-world-size"], on={"metrics/ddp/1x3/32": "metrics"})
 class EvaluationTimesWorld(BaseTrainer):
-    """The mean over the held-out samples, times the number of ranks."""
+    """Multiplies the validation loss by the number of ranks."""
 
     def report(self, val_loss):
         super().report(val_loss * self.job.world_size)

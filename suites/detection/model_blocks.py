@@ -1,4 +1,4 @@
-"""The jobs' models as blocks that are computed one after the other, so that a stage can hold some of them."""
+"""Splits the jobs' models into consecutive blocks, so that a pipeline stage can hold some of them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Block:
-    """Some layers of a model: ``run`` takes what the block before has returned, None for the first, and the batch."""
+    """Some layers of a model: ``run`` takes the previous block's output, None in the first, and the batch."""
 
     layers: Sequence[nn.Module]
     run: Callable[[Any, Any], Tensor]
 
     def names(self, model: nn.Module) -> set[str]:
-        """Return the names in the model of the parameters and buffers that the block needs."""
+        """Return the names of the parameters and buffers that the block needs."""
         own = {id(tensor) for layer in self.layers for tensor in (*layer.parameters(), *layer.buffers())}
         return {name for name, one in (*model.named_parameters(), *model.named_buffers()) if id(one) in own}
 
@@ -58,7 +58,7 @@ def _transformer(model: Any) -> list[Block]:
 
 
 def _masked(model: Any) -> list[Block]:
-    """Cut between the layers of dropout, which take the batch where they draw, and else the samples' ids."""
+    """Cut at the dropout layers, which take the batch if they draw masks, and otherwise the sample ids."""
     drawn = hasattr(model.drop_first, "coins")
 
     def beside(batch: Any) -> Any:
@@ -108,4 +108,4 @@ KINDS: dict[str, Callable[[Any], list[Block]]] = {
     "middle": _three_layers,
     "first": _amplifying,
 }
-"""How a model is cut, by an attribute that only models of this kind have; the first that fits counts."""
+"""Functions that cut a model, by an attribute that only models of that kind have. The first match is used."""

@@ -1,4 +1,4 @@
-"""The gradient is right, and what the optimizer or its schedule makes of it is not."""
+"""Right gradients, but a wrong optimizer or learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from plumbline import Part
 
-FLOAT32 = ["mlp/none/1x1/32", "mlp/ddp/1x2/32"]  # what moves weights by a thousandth moves none in bfloat16
+FLOAT32 = ["mlp/none/1x1/32", "mlp/ddp/1x2/32"]  # a relative change of 0.001 is lost in bfloat16
 PLAIN = [*FLOAT32, "mlp/none/1x1/bf16-true"]
 MOMENTUM = ["cnn-batchnorm/none/1x1/32", "cnn-batchnorm/ddp/1x2/64"]
 SEVERAL = ["several-optimizers/none/1x1/32", "several-optimizers/ddp/1x2/32"]
@@ -29,7 +29,7 @@ SCHEDULE = ["schedule/none/1x1/32", "schedule/ddp/1x2/32"]
     },
 )
 def schedule_stepped_for_every_micro_batch(job):
-    """The rate decays a window's length too fast."""
+    """Steps the scheduler after every micro-batch."""
     model = wrapped(job)
     optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
     scheduler = job.scheduler(optimizer)
@@ -53,7 +53,7 @@ def schedule_stepped_for_every_micro_batch(job):
     on={**any_check(*SCHEDULE), "schedule/none/1x1/32": "learning-rate"},
 )
 def schedule_stepped_once_an_epoch(job):
-    """The schedule counts epochs."""
+    """Steps the scheduler once an epoch."""
     model = wrapped(job)
     optimizer = job.optimizer(model.parameters())
     scheduler = job.scheduler(optimizer)
@@ -67,7 +67,7 @@ def schedule_stepped_once_an_epoch(job):
 
 @known_bad("optimizer", causes=["schedule-never-stepped"], on=SCHEDULE)
 def schedule_never_stepped(job):
-    """The schedule is made and forgotten."""
+    """Creates a scheduler, but never steps it."""
     model = wrapped(job)
     optimizer = job.optimizer(model.parameters())
     job.scheduler(optimizer)
@@ -76,14 +76,14 @@ def schedule_never_stepped(job):
 
 @known_bad("optimizer", causes=["no-schedule"], on=SCHEDULE)
 def no_schedule_at_all(job):
-    """The schedule is not even made: the rate is the optimizer's own."""
+    """Creates no scheduler, so the rate is the optimizer's own."""
     model = wrapped(job)
     train(job, model)
 
 
 @known_bad("optimizer", causes=["schedule-stepped-first"], on=SCHEDULE)
 def schedule_stepped_before_the_optimizer(job):
-    """The first rate is never used."""
+    """Steps the scheduler before the optimizer, so the first rate is never used."""
     model = wrapped(job)
     optimizer = job.optimizer(model.parameters())
     scheduler = job.scheduler(optimizer)
@@ -97,7 +97,7 @@ def schedule_stepped_before_the_optimizer(job):
 
 @known_bad("optimizer", causes=["schedule-stepped-once-a-rank"], on=["schedule/ddp/1x2/32", "schedule/ddp/1x3/64"])
 def schedule_stepped_once_a_rank(job):
-    """The schedule counts the batches of all ranks."""
+    """Steps the scheduler ``world_size`` times per step."""
     model = ddp(job)
     optimizer = job.optimizer(model.parameters())
     scheduler = job.scheduler(optimizer)
@@ -112,7 +112,7 @@ def schedule_stepped_once_a_rank(job):
 
 @known_bad("optimizer", causes=["rate-scaled"], on=["mlp/ddp/1x2/32", "mlp/ddp/1x3/64"])
 def rate_times_world(job):
-    """The rate is raised with the number of ranks, which nobody asked for."""
+    """Multiplies the learning rate by the world size, although the workload does not ask for it."""
     model = ddp(job)
     optimizer = job.optimizer(model.parameters())
     for group in optimizer.param_groups:
@@ -122,7 +122,7 @@ def rate_times_world(job):
 
 @known_bad("optimizer", causes=["rates-differ"], on=["mlp/ddp/1x2/32", "mlp/ddp/1x3/64"])
 def another_rate_on_one_rank(job):
-    """Rank 1 has read another rate: same gradients, other weights."""
+    """Halves the learning rate on rank 1: the gradients agree, the weights do not."""
     model = ddp(job)
     optimizer = job.optimizer(model.parameters())
     if job.rank == 1:
@@ -136,7 +136,7 @@ def another_rate_on_one_rank(job):
     on={**any_check(*PLAIN, *MOMENTUM), **failing("gradients", "mlp/ddp/1x2")},
 )
 def parameter_missing(job):
-    """One parameter is not among those that the optimizer was given: it never moves."""
+    """Leaves the last parameter out of the optimizer, so it never moves."""
     model = wrapped(job)
     optimizer = job.optimizer(list(model.parameters())[:-1])
     train(job, model, optimizer)
@@ -144,7 +144,7 @@ def parameter_missing(job):
 
 @known_bad("optimizer", causes=["parameter-not-in-optimizer"], on=PLAIN)
 def only_matrices_are_optimised(job):
-    """Biases were sorted out, to be given no decay, and are in no group at all."""
+    """Leaves biases out of all parameter groups, so they never move."""
     model = wrapped(job)
     optimizer = job.optimizer([parameter for parameter in model.parameters() if parameter.dim() > 1])
     train(job, model, optimizer)
@@ -152,7 +152,7 @@ def only_matrices_are_optimised(job):
 
 @known_bad("optimizer", causes=["parameter-not-in-optimizer"], on=PLAIN)
 def optimizes_a_copy(job):
-    """The optimizer holds the parameters of a copy: the model stays where it is."""
+    """Gives the optimizer the parameters of a copy, so the model never changes."""
     model = wrapped(job)
     copied = copy.deepcopy(model.module if job.world_size > 1 else model)
     optimizer = job.optimizer(copied.parameters())
@@ -161,7 +161,7 @@ def optimizes_a_copy(job):
 
 @known_bad("optimizer", causes=["never-stepped"], on=PLAIN)
 def never_steps(job):
-    """There is no ``optimizer.step()``."""
+    """Never calls ``optimizer.step()``."""
     model = wrapped(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -172,7 +172,7 @@ def never_steps(job):
 
 @known_bad("optimizer", causes=["zero"], on={**any_check(*PLAIN), **failing("update", "mlp/ddp/1x2")}, vacuous=True)
 def zeroed_before_the_step(job):
-    """``zero_grad()`` stands between backward and step."""
+    """Calls ``zero_grad()`` between backward and step."""
     model = wrapped(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -203,7 +203,7 @@ def stepped_twice(job):
     "optimizer", causes=["another-optimizer"], on={**any_check(*MOMENTUM), **failing("update", "cnn-batchnorm/ddp/1x2")}
 )
 def a_new_optimizer_every_epoch(job):
-    """Its state is lost each time."""
+    """Creates a new optimizer every epoch, so its state is lost."""
     model = wrapped(job)
     for epoch in range(job.epochs):
         optimizer = job.optimizer(model.parameters())
@@ -215,7 +215,7 @@ def a_new_optimizer_every_epoch(job):
 
 @known_bad("optimizer", causes=["another-optimizer"], on=[*MOMENTUM, "adam/ddp/1x2/32"])
 def another_optimizer(job):
-    """Plain SGD in the place of what the workload asks for."""
+    """Uses plain SGD instead of the workload's optimizer."""
     model = wrapped(job)
     rate = job.optimizer(model.parameters()).param_groups[0]["lr"]
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
@@ -224,7 +224,7 @@ def another_optimizer(job):
 
 @known_bad("optimizer", causes=["another-optimizer"], on=[*FLOAT32, "adam/ddp/1x2/64"])
 def weight_decay_nobody_asked_for(job):
-    """A default of the trainer: a decay of a hundredth."""
+    """Sets a weight decay of 0.01, although the workload does not ask for it."""
     model = wrapped(job)
     optimizer = job.optimizer(model.parameters())
     for group in optimizer.param_groups:
@@ -251,7 +251,7 @@ def weights_shrink_between_steps(job):
 
 @known_bad("optimizer", causes=["sign-flipped"], on=PLAIN)
 def ascends(job):
-    """The sign of the loss is the wrong way round."""
+    """Flips the sign of the loss."""
     model = wrapped(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -267,7 +267,7 @@ def ascends(job):
     on={**any_check("frozen/none/1x1/32", "frozen/ddp/1x2/32"), "frozen/none/1x1/32": "gradients"},
 )
 def frozen_layers_thawed(job):
-    """``requires_grad`` is switched on for everything."""
+    """Sets ``requires_grad`` on all parameters, including frozen ones."""
     model = job.model().requires_grad_(True)
     if job.world_size > 1:
         torch.distributed.init_process_group(job.comm)
@@ -281,7 +281,7 @@ def frozen_layers_thawed(job):
     on={**any_check(*SEVERAL), "several-optimizers/none/1x1/32": "gradients"},
 )
 def one_of_two_optimizers_never_steps(job):
-    """There are two, and only the first one is stepped."""
+    """Steps only the first of two optimizers."""
     model = wrapped(job)
     first, second = job.optimizers(model.parameters())
     for epoch in range(job.epochs):
@@ -294,7 +294,7 @@ def one_of_two_optimizers_never_steps(job):
 
 @known_bad("optimizer", causes=["parameter-not-in-optimizer"], on=SEVERAL)
 def one_of_two_optimizers_steps_every_other_batch(job):
-    """As a discriminator would, which nobody asked for."""
+    """Steps the second optimizer only every other batch, although the workload does not ask for it."""
     model = wrapped(job)
     first, second = job.optimizers(model.parameters())
     for epoch in range(job.epochs):
@@ -308,7 +308,7 @@ def one_of_two_optimizers_steps_every_other_batch(job):
 
 @known_bad("optimizer", causes=["parameter-in-several-optimizers"], on=SEVERAL)
 def parameters_in_both_optimizers(job):
-    """The second optimizer was handed everything: the first one's part is stepped twice."""
+    """Gives the second optimizer the first one's parameters too, so they are stepped twice."""
     model = wrapped(job)
     first, second = job.optimizers(model.parameters())
     second.add_param_group({"params": first.param_groups[0]["params"]})
@@ -317,7 +317,7 @@ def parameters_in_both_optimizers(job):
 
 @known_bad("optimizer", causes=["optimizers-exchanged"], on=SEVERAL)
 def optimizers_change_places(job):
-    """The head's optimizer steps the trunk, and the trunk's the head."""
+    """Swaps the parameters of the two optimizers."""
     model = wrapped(job)
     first, second = job.optimizers(model.parameters())
     for left, right in zip(first.param_groups, second.param_groups, strict=True):
@@ -327,7 +327,7 @@ def optimizers_change_places(job):
 
 @known_bad("optimizer", causes=["optimizers-exchanged"], on=SEVERAL)
 def one_optimizer_for_all(job):
-    """Only the first of two is used, for all parameters."""
+    """Uses only the first of two optimizers, for all parameters."""
     model = wrapped(job)
     first, second = job.optimizers(model.parameters())
     first.add_param_group({"params": second.param_groups[0]["params"]})
@@ -341,7 +341,7 @@ def one_optimizer_for_all(job):
     on={**any_check(*SEVERAL), "several-optimizers/ddp/1x3/32": "gradients"},
 )
 def only_one_of_two_optimizers_zeroed(job):
-    """The second one's gradients are added up over all steps."""
+    """Never zeroes the second optimizer's gradients, which accumulate over all steps."""
     model = wrapped(job)
     first, second = job.optimizers(model.parameters())
     for epoch in range(job.epochs):
@@ -354,7 +354,7 @@ def only_one_of_two_optimizers_zeroed(job):
 
 @known_bad("optimizer", "accumulation", causes=["left-in-by-another-optimizer"], on=SEVERAL)
 def first_optimizers_pass_left_in_for_the_second(job):
-    """Optimizers take turns, each zeroes its own part after it, and each backward writes to all."""
+    """Zeroes only one optimizer's gradients after its pass, so both passes add up in the other's."""
     model = wrapped(job)
     optimizers = job.optimizers(model.parameters())
     for epoch in range(job.epochs):
@@ -372,7 +372,7 @@ def first_optimizers_pass_left_in_for_the_second(job):
     on=["several-optimizers/none/1x1/32", "several-optimizers/ddp/1x3/32"],
 )
 def a_pass_for_each_optimizer_added_up(job):
-    """Each optimizer has a pass of its own before any of them steps, and each backward writes to all."""
+    """Runs a backward per optimizer before stepping any, so both add up in all gradients."""
     model = wrapped(job)
     optimizers = job.optimizers(model.parameters())
     for epoch in range(job.epochs):
@@ -386,7 +386,7 @@ def a_pass_for_each_optimizer_added_up(job):
 
 @known_bad("optimizer", "clipping", causes=["clipped-in-one-optimizer"], on=SEVERAL)
 def one_of_two_optimizers_clipped(job):
-    """The second one's gradients are clipped, and nobody asked for it."""
+    """Clips the second optimizer's gradients, although the workload does not ask for it."""
     model = wrapped(job)
     first, second = job.optimizers(model.parameters())
     for epoch in range(job.epochs):
@@ -405,7 +405,7 @@ def one_of_two_optimizers_clipped(job):
     on=["several-optimizers/ddp/1x2/32", "several-optimizers/ddp/1x3/64"],
 )
 def one_of_two_optimizers_synchronised(job):
-    """Only the first one's gradients are averaged over the ranks."""
+    """Averages only the first optimizer's gradients over the ranks."""
     model = alone(job)
     first, second = job.optimizers(model.parameters())
     for epoch in range(job.epochs):
@@ -421,7 +421,7 @@ def one_of_two_optimizers_synchronised(job):
 
 @known_bad("optimizer", causes=["parameter-not-in-optimizer"], on=["mlp/fsdp/1x2/32", "mlp/fsdp/1x3/64"])
 def made_before_the_weights_were_sharded(job):
-    """fully_shard puts shards in the place of the weights, and the optimizer still has these."""
+    """Creates the optimizer before fully_shard replaces the weights with shards."""
     model = job.model()
     optimizer = job.optimizer(model.parameters())
     fully_shard(model, mesh=mesh_of(job))
@@ -430,7 +430,7 @@ def made_before_the_weights_were_sharded(job):
 
 @known_bad("optimizer", causes=["rate-scaled"], on=failing("learning-rate", "mlp/ddp/1x2"))
 class RateOnePercentTooHigh(BaseTrainer):
-    """The rate is the optimizer's times 1.01."""
+    """Multiplies the learning rate by 1.01."""
 
     def make_optimizer(self):
         optimizer = super().make_optimizer()
@@ -441,7 +441,7 @@ class RateOnePercentTooHigh(BaseTrainer):
 
 @known_bad("optimizer", causes=["another-optimizer"], on={"adam/none/1x1/32": "update", "adamw/ddp/1x3/64": "update"})
 class StateLostInEveryStep(BaseTrainer):
-    """Moments begin anew with each step."""
+    """Clears the optimizer's state after every step."""
 
     def zero_grad(self):
         super().zero_grad()
@@ -450,7 +450,7 @@ class StateLostInEveryStep(BaseTrainer):
 
 @known_bad("optimizer", causes=["another-optimizer"], on={"adamw/none/1x1/32": "update"})
 class OneGroupsDecayForAll(BaseTrainer):
-    """Both parameter groups with the settings of the first."""
+    """Uses the first parameter group's weight decay for both groups."""
 
     def make_optimizer(self):
         optimizer = super().make_optimizer()
@@ -461,7 +461,7 @@ class OneGroupsDecayForAll(BaseTrainer):
 
 @known_bad(on=failing("stillness", "mlp/ddp/1x2"))
 class ShrunkAfterTheLastStep(BaseTrainer):
-    """What is left behind is not what was trained."""
+    """Halves all weights after the last step."""
 
     def fit(self):
         super().fit()
@@ -472,7 +472,7 @@ class ShrunkAfterTheLastStep(BaseTrainer):
 
 @known_bad("optimizer", causes=["frozen-parameter-trained"], on={"frozen/ddp/1x3/32": "update"})
 class FrozenWeightsDecay(ManualAverage):
-    """Frozen weights take part in the all-reduce with zeros, and the optimizer lets them decay."""
+    """Gives frozen weights gradients of zeros for the all-reduce, so weight decay changes them."""
 
     def synchronize(self):
         for parameter in self.model.parameters():
@@ -483,7 +483,7 @@ class FrozenWeightsDecay(ManualAverage):
 
 @known_bad(on=failing("update", "mlp/ddp/1x2"), vacuous=True)
 class LossTimesZero(BaseTrainer):
-    """There is a gradient, and all of it is zero."""
+    """Multiplies the loss by zero, so all gradients are zero."""
 
     def backward(self, loss):
         super().backward(loss * 0)
@@ -491,7 +491,7 @@ class LossTimesZero(BaseTrainer):
 
 @known_bad(on=failing("update", "mlp/ddp/1x2"), vacuous=True)
 class RateIsZero(BaseTrainer):
-    """The gradients are right, the weights do not move."""
+    """Sets the learning rate to zero, so the weights never move."""
 
     def make_optimizer(self):
         optimizer = super().make_optimizer()
@@ -502,7 +502,7 @@ class RateIsZero(BaseTrainer):
 
 @known_bad(on=failing("steps", "mlp/ddp/1x2"), vacuous=True)
 class NeverTrains(BaseTrainer):
-    """It returns before its first batch."""
+    """Returns before its first batch."""
 
     def fit(self):
         pass
@@ -514,7 +514,7 @@ class NeverTrains(BaseTrainer):
     on={f"muon/fsdp/1x{n}/32": "update" for n in (2, 3)},
 )
 def rows_orthogonalized_alone(job):
-    """Each rank has some rows of each matrix, and Muon orthogonalizes these without the others."""
+    """Each rank holds some rows of each matrix, and Muon orthogonalizes them without the other rows."""
     model = alone(job)
     rows = [parameter.tensor_split(job.world_size) for parameter in model.parameters()]
     own = [torch.nn.Parameter(blocks[job.rank].detach().clone()) for blocks in rows]
@@ -538,7 +538,7 @@ def rows_orthogonalized_alone(job):
 
 @known_bad("optimizer", causes=["another-optimizer"], on={"muon/ddp/1x2/32": "update", "muon/none/1x1/32": "update"})
 class MuonWithoutNesterov(BaseTrainer):
-    """Its momentum is that of plain SGD."""
+    """Uses Muon without Nesterov momentum."""
 
     def make_optimizer(self):
         optimizer = super().make_optimizer()

@@ -1,4 +1,4 @@
-"""Training loops built otherwise than most: by iterations, in an order of their own, with buffers of each rank."""
+"""Less common training loops: by iterations, with a fixed choice of shuffling, or with buffers per rank."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 
 def seeded(job):
-    """Return a generator of this rank's own."""
+    """Return a generator with a seed of this rank's own."""
     return torch.Generator().manual_seed(job.seed + job.rank)
 
 
 def drawn(job, generator):
-    """Return a batch of samples that are drawn with replacement."""
+    """Return a batch of samples drawn with replacement."""
     return job.dataset.batch(torch.randint(len(job.dataset), (job.batch_size,), generator=generator).tolist())
 
 
 def by_iterations(job, draw=None, divisor=None, steps=None, accumulate=None):
-    """Train for so many steps, each of so many batches that ``draw`` gives; gradients are averaged at the last one.
+    """Train for ``steps`` steps of ``accumulate`` batches from ``draw``; average gradients at each step's last batch.
 
-    What is left out is right.
+    The defaults are correct.
     """
     model = wrapped(job)
     optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
@@ -40,7 +40,7 @@ def by_iterations(job, draw=None, divisor=None, steps=None, accumulate=None):
 
 
 def in_epochs(job, shuffle, epoch_of=lambda epoch: epoch):
-    """Train on epochs of a DistributedSampler that is told to shuffle, or not, and which epoch it is."""
+    """Train with a DistributedSampler that has the given ``shuffle`` and is set to ``epoch_of(epoch)``."""
     model = ddp(job)
     optimizer = job.optimizer(model.parameters())
     sampler = DistributedSampler(job.dataset, job.world_size, job.rank, shuffle=shuffle, seed=job.seed)
@@ -53,7 +53,7 @@ def in_epochs(job, shuffle, epoch_of=lambda epoch: epoch):
 
 
 def with_own_buffers(job, between=lambda model, step: None, model=None):
-    """Train without any broadcast of buffers, or ``model``; ``between`` is called after each step."""
+    """Train ``model``, by default under DDP without broadcast buffers; call ``between`` after each step."""
     model = model or ddp(job, broadcast_buffers=False)
     optimizer = job.optimizer(model.parameters())
     step = 0

@@ -1,4 +1,4 @@
-"""A right trainer that evaluates and reports; who does one of these wrongly says which."""
+"""A right trainer that evaluates and reports. A mistake replaces one of its callbacks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from loop import windows, wrapped
 
 
 def shared(job, total, count):
-    """Return the mean over all ranks' samples, of which this one has ``count`` that sum up to ``total``."""
+    """Return the mean over all ranks' samples; this rank has ``count`` samples that sum to ``total``."""
     sums = torch.tensor([total, count], dtype=torch.float64)
     if job.world_size > 1:
         torch.distributed.all_reduce(sums)
@@ -15,18 +15,18 @@ def shared(job, total, count):
 
 
 def weighted(job, losses, sizes):
-    """Return the mean over all ranks' samples, of which this one has batches with their mean losses."""
+    """Return the mean over all ranks' samples, given this rank's batch losses and batch sizes."""
     return shared(job, sum(loss * size for loss, size in zip(losses, sizes, strict=True)), sum(sizes))
 
 
 def share(job):
-    """Return the ids of the held-out samples that are this rank's."""
+    """Return the ids of this rank's held-out samples."""
     return range(job.rank, len(job.val_dataset), job.world_size)
 
 
 @torch.no_grad()
 def evaluation(job, model, ids, *, data=None):
-    """Return the mean loss of each batch of held-out samples, and how large they are."""
+    """Return the mean loss and the size of each batch of held-out samples."""
     data, ids = data or job.val_dataset, list(ids)
     model.eval()
     losses, sizes = [], []
@@ -40,22 +40,22 @@ def evaluation(job, model, ids, *, data=None):
 
 
 def evaluate(job, model):
-    """Evaluate each rank's share, and report the mean over all samples."""
+    """Evaluate each rank's share, and report the mean over all held-out samples."""
     job.log("val_loss", weighted(job, *evaluation(job, model, share(job))))
 
 
 def nothing(*_):
-    """What is due here is left out."""
+    """Do nothing."""
 
 
 def fit(job, *, evaluate=evaluate, before_all=nothing, before_step=nothing, after_step=nothing, after_epoch=nothing,
         due=None):  # fmt: skip
-    """Train rightly.
+    """Train correctly.
 
-    ``evaluate(job, model)`` comes after so many batches as the job says, or where ``due(number, last)`` says, with the
-    batch's number in its epoch, from one, and whether it ends a window. ``before_all(model)`` and
-    ``before_step(model)`` come when their names say; ``after_step(model, losses, sizes)`` and
-    ``after_epoch(losses, sizes)`` are told what each batch of the window, or of the epoch, gave.
+    ``evaluate(job, model)`` runs every ``job.validate_every`` batches, or when ``due(number, last)`` is true.
+    ``number`` counts the epoch's batches from 1; ``last`` says whether the batch ends a window. ``before_all(model)``
+    runs before training, and ``before_step(model)`` before each step. ``after_step(model, losses, sizes)`` and
+    ``after_epoch(losses, sizes)`` get the loss and the size of each batch of the window or epoch.
     """
     model = wrapped(job)
     inner = model.module if job.world_size > 1 else model

@@ -1,4 +1,4 @@
-"""A right training that stops where it is told to, and goes on. A mistake replaces the one thing that it gets wrong."""
+"""A right trainer that stops on request and resumes. A mistake replaces one of its methods."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from loop import loader, wrapped
 
 
 class Run:
-    """One rank's training. ``batches`` of the present epoch are done, over all ranks the same number."""
+    """One rank's training. ``batches`` counts the batches of the current epoch that are done, the same on all ranks."""
 
     def __init__(self, job):
         self.job = job
@@ -19,26 +19,26 @@ class Run:
         self.file = f"{job.checkpoint_dir}/last.pt"
 
     def parts(self):
-        """Everything that has a state of its own."""
+        """Return everything that has a state dict."""
         parts = {"model": self.bare, "optimizer": self.optimizer, "scheduler": self.scheduler, "scaler": self.scaler}
         return {name: part for name, part in parts.items() if part is not None}
 
     def state(self):
-        """What is saved."""
+        """Return the contents of a checkpoint."""
         states = {name: part.state_dict() for name, part in self.parts().items()}
         return {**states, "epoch": self.epoch, "batches": self.batches, "steps": self.steps}
 
     def save(self):
-        """Rank 0 saves for all."""
+        """Save a checkpoint on rank 0."""
         if self.job.rank == 0:
             torch.save(self.state(), self.file)
 
     def read(self):
-        """Every rank reads it."""
+        """Read the checkpoint on every rank."""
         return torch.load(self.file)
 
     def load(self, saved):
-        """Go on from what was saved; what is not in it stays as it is."""
+        """Restore a checkpoint. Parts without an entry keep their state; counters without an entry are 0."""
         for name, part in self.parts().items():
             if name in saved:
                 part.load_state_dict(saved[name])
@@ -46,17 +46,17 @@ class Run:
             setattr(self, name, saved.get(name, 0))
 
     def draw(self, epoch):
-        """The batches of an epoch that are not done yet, each with the number of those that are then."""
+        """Return the epoch's remaining batches; each comes with its number in the epoch, from 1."""
         return list(enumerate(loader(self.job, epoch), start=1))[self.batches :]
 
     def backward(self, batch, window):
-        """Add a micro-batch's part to the gradients."""
+        """Add a micro-batch's gradients to those accumulated so far."""
         with self.job.autocast():
             loss = self.job.loss(self.model(batch), batch) / window
         self.scaler.scale(loss).backward()
 
     def step(self):
-        """Step the optimizer, and the schedule unless that step was skipped."""
+        """Step the optimizer, and the scheduler unless the step was skipped."""
         scale = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -66,7 +66,7 @@ class Run:
         self.steps += 1
 
     def train(self):
-        """Train to the end, or to where it has to stop."""
+        """Train to the end, or stop after ``stop_after_step`` steps."""
         job = self.job
         if job.resume:
             self.load(self.read())

@@ -1,4 +1,4 @@
-"""Right trainers that hold parts, stop where they are told to, and go on with other parts. Mistakes replace a part."""
+"""Right sharded trainers that stop on request and resume with other shards. A mistake overrides one method."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Resumable(MeshTrainer):
             epoch, done = epoch + 1, 0
 
     def save(self, progress):
-        """Save all that is needed to go on; every rank gives its parts, and rank 0 writes."""
+        """Save all that is needed to resume: every rank contributes its parts, and rank 0 writes."""
         named = dict(self.model.named_parameters())
         state = {
             "progress": progress,
@@ -56,7 +56,7 @@ class Resumable(MeshTrainer):
         dist.barrier()
 
     def load(self, saved):
-        """Take this rank's parts of what was saved; return how far the training is."""
+        """Load this rank's parts of a checkpoint; return the saved progress."""
         self.saved_mesh = saved["mesh"]
         self.load_weights(saved)
         self.load_optimizer(saved)
@@ -80,11 +80,11 @@ class Resumable(MeshTrainer):
             }
 
     def own_weight(self, value, parameter):
-        """Return this rank's part of the weights of a parameter."""
+        """Return this rank's part of a parameter's weights."""
         return self.own_part(value, parameter)
 
     def state_like(self, parameter, value):
-        """Return of what the optimizer remembers of a parameter this rank's part, divided as the parameter is."""
+        """Return this rank's part of a parameter's optimizer state, divided like the parameter."""
         own = self.own_state(value, parameter).clone()
         if not isinstance(parameter, DTensor):
             return own
@@ -92,16 +92,16 @@ class Resumable(MeshTrainer):
         return DTensor.from_local(own, parameter.device_mesh, parameter.placements, run_check=False, **shape)
 
     def own_state(self, value, parameter):
-        """Return this rank's part of what the optimizer remembers of a parameter."""
+        """Return this rank's part of a parameter's optimizer state."""
         return self.own_part(value, parameter)
 
     def own_part(self, value, parameter):
-        """Return this rank's part of a tensor that is divided as a parameter is."""
+        """Return this rank's part of a tensor that is divided like ``parameter``."""
         name, dim = divided(parameter)
         return value if name is None else part(value, dim, self.group(name))
 
     def old_part(self, value, parameter):
-        """Return what the rank of this number had of a tensor before, cut or filled up to what this one has now."""
+        """Return the part that this rank had on the saved mesh, cut or padded to the size of its present part."""
         name, dim = divided(parameter)
         if name is None:
             return value
@@ -110,7 +110,7 @@ class Resumable(MeshTrainer):
         return fitted(parts[place], dim, self.own_part(value, parameter).shape[dim])
 
     def first_part(self, value, parameter):
-        """Return what the first rank has of a tensor, cut or filled up to what this one has."""
+        """Return the first rank's part of a tensor, cut or padded to the size of this rank's part."""
         name, dim = divided(parameter)
         if name is None:
             return value
@@ -119,19 +119,19 @@ class Resumable(MeshTrainer):
 
 
 class ResumableShards(Resumable, Sharded):
-    """Goes on with shards of other sizes."""
+    """Resumes with shards of other sizes."""
 
 
 class ResumableLayers(Resumable, TensorParallel):
-    """Goes on with layers that are divided among other ranks."""
+    """Resumes with layers that are divided among other ranks."""
 
 
 class ResumableExperts(Resumable, ExpertParallel):
-    """Goes on with other experts on each rank."""
+    """Resumes with other experts on each rank."""
 
 
 def divided(parameter):
-    """Return along which dimension of the mesh, and of itself, a parameter is divided; None where it is whole."""
+    """Return the mesh dimension and tensor dimension that a parameter is divided along; None and 0 if it is whole."""
     if isinstance(parameter, DTensor):
         for name, placement in zip(parameter.device_mesh.mesh_dim_names, parameter.placements, strict=True):
             if placement.is_shard():
@@ -140,7 +140,7 @@ def divided(parameter):
 
 
 def fitted(value, dim, size):
-    """Return a tensor cut, or filled up with zeros, to a size along a dimension."""
+    """Return a tensor cut, or padded with zeros, to ``size`` along a dimension."""
     shape = [*value.shape]
     shape[dim] = size
     result, common = value.new_zeros(shape), min(size, value.shape[dim])
@@ -149,12 +149,12 @@ def fitted(value, dim, size):
 
 
 def of_all(own):
-    """Return the entries of all ranks, of which each may have some."""
+    """Return the entries of all ranks in one dict."""
     every = [None] * dist.get_world_size()
     dist.all_gather_object(every, own)
     return {name: value for entries in every for name, value in entries.items()}
 
 
 def whole(tensor):
-    """Return a tensor with all parts; all ranks that hold some must call this."""
+    """Return the full tensor; all ranks that hold a part of it must call this."""
     return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()

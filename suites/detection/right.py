@@ -39,20 +39,20 @@ BUFFERED = ["cnn-batchnorm/ddp/1x2/32", "cnn-batchnorm/ddp/1x3/64"]
 
 
 def fit(job, model):
-    """Train as one should."""
+    """Train correctly, in autocast and with the job's loss scaler."""
     optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
     train_scaled(job, model, optimizer, scaler)
 
 
 @known_good(on=PLAIN)
 def tiny_buckets(job):
-    """A bucket for every parameter, reduced in another order than one large bucket."""
+    """Uses one bucket per parameter, so reductions run in another order than with one large bucket."""
     fit(job, ddp(job, bucket_cap_mb=0.0001))
 
 
 @known_good(on=[*PLAIN, "mlp/ddp/2x2/16"])
 def divided_before_the_sum(job):
-    """Each rank divides its part, the parts are gathered and added from the last rank to the first."""
+    """Divides gradients before gathering them, and adds them from the last rank to the first."""
     model = alone(job)
     optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
     for epoch in range(job.epochs):
@@ -71,7 +71,7 @@ def divided_before_the_sum(job):
 
 @known_good(on=PLAIN)
 def loss_divided_gradients_summed(job):
-    """The loss is divided by the world size, and gradients are added: the mean all the same."""
+    """Divides the loss by the world size and sums gradients, which gives the same mean."""
     model = alone(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -87,19 +87,19 @@ def loss_divided_gradients_summed(job):
 
 @known_good(on=PLAIN)
 def gradients_are_views_of_the_buckets(job):
-    """``gradient_as_bucket_view`` and a static graph: gradients are overwritten in the next step."""
+    """Uses ``gradient_as_bucket_view`` and a static graph, so the next step overwrites gradients."""
     fit(job, ddp(job, gradient_as_bucket_view=True, static_graph=True))
 
 
 @known_good(on=["cnn-batchnorm/ddp/1x2/32", "cnn-batchnorm/ddp/1x3/64"], deviates=True)
 def buffers_differ_after_the_forward(job):
-    """Plain BatchNorm: statistics per replica, and buffers that are broadcast at the next forward only."""
+    """Plain BatchNorm: each replica has its own statistics, and buffers are broadcast only at the next forward."""
     fit(job, ddp(job))
 
 
 @known_good(on=["cnn-batchnorm/dp/1x2/32", "cnn-batchnorm/ddp2/2x2/64"], deviates=True)
 def statistics_of_each_replica(job):
-    """Dp and ddp2: each device normalises its own chunk, and the loss is that of the gathered outputs."""
+    """With dp and ddp2, each device normalises its own chunk, and the loss is that of the gathered outputs."""
     model = wrapped(job)
     inner = model.module if job.world_size > 1 else model
     optimizer = job.optimizer(model.parameters())
@@ -117,7 +117,7 @@ def statistics_of_each_replica(job):
 
 @known_good(on=["lm-tokens/ddp/1x2/32", "lm-tokens/ddp/1x3/64", "accumulation-tokens/ddp/1x2/32"], deviates=True)
 def mean_of_each_ranks_token_mean(job):
-    """Ranks have unequal numbers of tokens, and ddp averages their means: what it promises."""
+    """Ranks have unequal numbers of tokens, and DDP averages their means, as documented."""
     model = ddp(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -130,13 +130,13 @@ def mean_of_each_ranks_token_mean(job):
 
 @known_good(on=["uneven/ddp/1x2/32", "uneven/ddp/1x3/64", "uneven/ddp/1x4/16"])
 def sampler_pads_the_last_batch(job):
-    """DistributedSampler repeats at most world-1 samples, so that shares are equal."""
+    """DistributedSampler repeats at most ``world_size - 1`` samples to make shares equal."""
     fit(job, ddp(job))
 
 
 @known_good(on=["uneven/ddp/1x2/32", "uneven/ddp/1x4/64"], deviates=True)
 def uneven_last_batch(job):
-    """No padding: ranks have unequal shares of the last batch, and ddp averages their means."""
+    """Does not pad: ranks have unequal shares of the last batch, and DDP averages their means."""
     model = ddp(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -151,7 +151,7 @@ def uneven_last_batch(job):
 
 @known_good(on=["mlp/ddp/1x2/16", "mlp/none/1x1/16", "lm-tokens/none/1x1/16", "linear-exact/ddp/1x2/16"])
 def first_steps_skipped(job):
-    """A loss scale that is too large at first: the scaler skips steps and halves it."""
+    """Starts with a loss scale that is too large, so the scaler skips steps and halves it."""
     model = wrapped(job)
     optimizer, scaler = job.optimizer(model.parameters()), torch.amp.GradScaler("cpu", init_scale=2.0**19)
     train_scaled(job, model, optimizer, scaler)
@@ -159,13 +159,13 @@ def first_steps_skipped(job):
 
 @known_good(on=["overflow/ddp/1x2/16", "overflow/ddp/1x3/16", "overflow/none/1x1/16"])
 def planned_overflow(job):
-    """One rank overflows, and all skip: the infinity went round with the average."""
+    """One rank overflows and all ranks skip, because the all-reduce spreads the infinity."""
     fit(job, wrapped(job))
 
 
 @known_good(on=["overflow-schedule/ddp/1x2/16", "overflow-schedule/none/1x1/16"])
 def schedule_waits_for_a_skipped_step(job):
-    """Where the step is skipped the schedule stands still."""
+    """Does not step the scheduler if the scaler skipped the step."""
     model = wrapped(job)
     optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
     scheduler = job.scheduler(optimizer)
@@ -199,7 +199,7 @@ def synchronised_once_a_window(job):
 
 @known_good(on=["clipping/ddp/1x2/32", "clipping-adamw/ddp/1x3/64", "clipping/none/1x1/32"])
 def clipped_by_hand(job):
-    """The norm by hand, tensor after tensor, and one factor for all."""
+    """Clips by hand: adds squared norms tensor by tensor, and scales all gradients by one factor."""
     model = alone(job) if job.world_size > 1 else job.model()
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -216,7 +216,7 @@ def clipped_by_hand(job):
 
 @known_good(on=["contrastive/ddp/1x2/32", "contrastive/ddp/1x3/64"])
 def negatives_gathered_with_gradient(job):
-    """The loss over all ranks' outputs, differentiated through the gathering: what one device computes."""
+    """Computes the loss of all ranks' outputs and differentiates through the gather, like one device."""
     model = ddp(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -230,7 +230,7 @@ def negatives_gathered_with_gradient(job):
 
 @known_good(on=["cnn-batchnorm/ddp/1x2/32", "cnn-batchnorm/ddp/1x3/64"])
 def sync_batchnorm(job):
-    """Statistics of all ranks, forward and backward: what one device computes."""
+    """Uses all ranks' statistics, forward and backward, like one device."""
     model = ddp(job)
     for layer in model.modules():
         if isinstance(layer, nn.BatchNorm2d):
@@ -239,7 +239,7 @@ def sync_batchnorm(job):
 
 
 def normalise_over_all_ranks(x, layer):
-    """BatchNorm over all ranks' samples, and its running statistics."""
+    """Apply BatchNorm over all ranks' samples, and update its running statistics."""
     moments = torch.stack([x.mean((0, 2, 3)), x.square().mean((0, 2, 3))])
     mean, square = dist.nn.functional.all_reduce(moments) / dist.get_world_size()
     variance = square - mean.square()
@@ -254,13 +254,13 @@ def normalise_over_all_ranks(x, layer):
 
 @known_good(on=["unused-parameters/ddp/1x2/32", "unused-parameters/ddp/1x4/64", "unused-at-the-end/ddp/1x2/32"])
 def unused_parameters_looked_for(job):
-    """A parameter that a rank did not use counts as zero there."""
+    """Sets ``find_unused_parameters``: a parameter that a rank did not use counts as zero there."""
     fit(job, ddp(job, find_unused_parameters=True))
 
 
 @known_good(on=["mlp/ddp/1x2/32", "mlp/none/1x1/32"])
 def gradients_zeroed_in_place(job):
-    """Gradients are zeros between steps, not None."""
+    """Zeroes gradients between steps instead of setting them to None."""
     model = wrapped(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -272,7 +272,7 @@ def gradients_zeroed_in_place(job):
 
 @known_good(on=["mlp/ddp/1x2/32", "mlp/ddp/1x4/64"])
 def another_permutation(job):
-    """A sampler by hand: contiguous shards of a permutation that depends on the epoch alone."""
+    """Draws samples by hand: contiguous parts of each global batch, in an order that depends on the epoch alone."""
     model = ddp(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -289,14 +289,14 @@ MASKS = ["random-masks/ddp/1x2/32", "random-masks/ddp/1x3/64", "random-masks/ddp
 
 @known_good(on=MASKS)
 def seeded_by_seed_and_rank(job):
-    """The sum of the seed and the rank seeds each rank's generator."""
+    """Seeds each rank's generator with the sum of the seed and the rank."""
     torch.manual_seed(job.seed + job.rank)
     fit(job, ddp(job))
 
 
 @known_good(on=MASKS)
 def seeded_by_the_generators_first_seed(job):
-    """All ranks were seeded alike by somebody else; each adds its own number to that, and scatters it."""
+    """Adds a multiple of the rank to the seed that all ranks begin with."""
     torch.manual_seed(job.seed)
     torch.manual_seed(torch.initial_seed() + 1000003 * job.rank)
     fit(job, ddp(job))
@@ -304,7 +304,7 @@ def seeded_by_the_generators_first_seed(job):
 
 @known_good(on=MASKS)
 def seeded_anew_with_every_step(job):
-    """Each batch has a seed of its own, made of the rank and the number of the batch, as restartable trainers do."""
+    """Reseeds for every batch, from the rank and the number of the batch, as restartable trainers do."""
     model = ddp(job)
     optimizer = job.optimizer(model.parameters())
     step = 0
@@ -319,7 +319,7 @@ def seeded_anew_with_every_step(job):
 
 @known_good(on=MASKS)
 def one_state_advanced_differently(job):
-    """One generator for all ranks, of which each begins where no other ever comes: a million numbers further."""
+    """Gives all ranks one generator state, but advances each far enough that their streams never overlap."""
     model = ddp(job)
     state = torch.get_rng_state()
     dist.broadcast(state, 0)
@@ -330,7 +330,7 @@ def one_state_advanced_differently(job):
 
 @known_good(on=["random-masks/dp/1x2/32", "random-masks/ddp2/2x2/64"])
 def replicas_draw_from_one_generator(job):
-    """The devices of a process draw one after the other."""
+    """The devices of a process draw from one generator, one after the other."""
     model = wrapped(job)
     inner = model.module if job.world_size > 1 else model
     optimizer = job.optimizer(model.parameters())
@@ -348,7 +348,7 @@ SEVERAL = ["several-optimizers/ddp/1x2/32", "several-optimizers/ddp/1x3/64", "se
 
 @known_good(on=SEVERAL)
 def the_second_optimizer_first(job):
-    """Both step after one backward, in the other order."""
+    """Steps both optimizers after one backward, the second one first."""
     model = wrapped(job)
     optimizers = job.optimizers(model.parameters())
     for epoch in range(job.epochs):
@@ -361,7 +361,7 @@ def the_second_optimizer_first(job):
 
 @known_good(on=SEVERAL)
 def optimizers_take_turns(job):
-    """Each has a pass of its own over the batch, the second one after the first has stepped."""
+    """Runs a pass over the batch for each optimizer, the second after the first has stepped."""
     model = wrapped(job)
     optimizers = job.optimizers(model.parameters())
     for epoch in range(job.epochs):
@@ -374,7 +374,7 @@ def optimizers_take_turns(job):
 
 @known_good(on=SEVERAL)
 def a_pass_for_each_optimizer_before_any_steps(job):
-    """Each pass is differentiated by one optimizer's parameters alone, averaged by hand; then both step."""
+    """Differentiates a pass for each optimizer by its own parameters alone, and then steps both."""
     model = alone(job) if job.world_size > 1 else job.model()
     optimizers = job.optimizers(model.parameters())
     for epoch in range(job.epochs):
@@ -394,7 +394,7 @@ def a_pass_for_each_optimizer_before_any_steps(job):
 
 @known_good(on=["thawed/ddp/1x2/32", "thawed/ddp/1x3/64", "thawed/none/1x1/32"])
 def averaged_where_somebody_has_a_gradient(job):
-    """By hand: what no rank has used stays without a gradient, and still."""
+    """Averages by hand: a parameter that no rank used keeps no gradient, and does not move."""
     model = alone(job) if job.world_size > 1 else job.model()
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -413,7 +413,7 @@ def averaged_where_somebody_has_a_gradient(job):
 
 @known_good(on=["thawed/ddp/1x2/32", "thawed/ddp/1x3/64"])
 def unused_ones_looked_for_while_a_layer_thaws(job):
-    """DDP asks in every step which parameters are used."""
+    """DDP searches for unused parameters at every step, while a layer thaws."""
     fit(job, ddp(job, find_unused_parameters=True))
 
 
@@ -426,13 +426,13 @@ SAME_RANKS = [cell for cell in RESUMED if "elastic" not in cell]
 
 @known_good(on=RESUMED)
 def batches_drawn_and_thrown_away(job):
-    """The epoch is begun again, and what was trained on is drawn and not used."""
+    """Resumes by drawing the epoch again, and discards the batches that were trained on."""
     Run(job).train()
 
 
 @known_good(on=RESUMED)
 def samples_skipped_in_the_sampler(job):
-    """The epoch's order is cut where it was left, counted in samples over all ranks, and dealt out anew."""
+    """Resumes by cutting the epoch's order, counted in samples over all ranks, and sharding the rest again."""
     run = Run(job)
 
     def draw(epoch):
@@ -447,7 +447,7 @@ def samples_skipped_in_the_sampler(job):
 
 @known_good(on=SAME_RANKS)
 def every_rank_has_its_own_file(job):
-    """What all ranks hold alike is saved as often as there are ranks."""
+    """Each rank saves a file of its own, with the same contents."""
     run = Run(job)
     run.file = f"{job.checkpoint_dir}/rank-{job.rank}.pt"
     run.save = lambda: torch.save(run.state(), run.file)
@@ -456,7 +456,7 @@ def every_rank_has_its_own_file(job):
 
 @known_good(on=RESUMED)
 def saved_in_float64(job):
-    """Everything is saved in float64, where it is exactly what it was."""
+    """Saves everything in float64, which loses nothing."""
     run = Run(job)
     state = run.state
     run.state = lambda: torch.utils._pytree.tree_map(
@@ -468,7 +468,7 @@ def saved_in_float64(job):
 
 @known_good(on=RESUMED)
 def rank_zero_reads_for_all(job):
-    """Only rank 0 opens the file, and sends what is in it."""
+    """Only rank 0 reads the file, and broadcasts its contents."""
     run = Run(job)
     read = run.read
 
@@ -484,7 +484,7 @@ def rank_zero_reads_for_all(job):
 
 @known_good(on=RESUMED)
 def saved_with_the_prefix_of_ddp(job):
-    """The wrapped model's keys are saved, and loaded into a wrapped model."""
+    """Saves the wrapped model, with DDP's prefix in its keys, and loads it into a wrapped model."""
     run = Run(job)
     parts = run.parts
     run.parts = lambda: {**parts(), "model": run.model}
@@ -493,7 +493,7 @@ def saved_with_the_prefix_of_ddp(job):
 
 @known_good(on=["checkpoint/ddp/1x2/16", "checkpoint/none/1x1/16"])
 def skipped_steps_not_counted(job):
-    """It stops after so many steps that were taken; those that the GradScaler skipped are none."""
+    """Stops after the requested number of taken steps, not counting those that the GradScaler skipped."""
     run = Run(job)
     step = run.step
 
@@ -508,13 +508,13 @@ def skipped_steps_not_counted(job):
 
 @known_good(on=["overflow/ddp/1x2/16", "overflow/ddp/1x3/16", "overflow/none/1x1/16", "mlp/ddp/1x2/16"])
 def a_loss_scaler_of_ones_own(job):
-    """It is no GradScaler, and says which steps it skips."""
+    """Uses a hand-written loss scaler, and reports the steps that it skips."""
     own_scaler(job)
 
 
 @known_good(on=["random-masks/ddp/1x2/32", "random-masks/none/1x1/64"])
 def activations_computed_once_more(job):
-    """In the backward, with the masks of the forward; the middle layer's the old way, without gradients at first."""
+    """Recomputes the middle dropout in the backward with the forward's masks, by reentrant checkpointing."""
     inner = job.model()
     again = inner.drop_middle.forward
     inner.drop_middle.forward = lambda x, batch: checkpoint(again, x, batch, use_reentrant=True)
@@ -530,7 +530,7 @@ REPORTED = ["metrics/none/1x1/32", "metrics/ddp/1x2/32", "metrics/ddp/1x3/16"]
 
 @known_good(on=[*REPORTED, "validation/none/1x1/32"])
 def evaluates_with_gradients_enabled(job):
-    """``no_grad`` is forgotten where the model is evaluated: a waste, and no mistake."""
+    """Evaluates without ``no_grad``, which is wasteful but not wrong."""
 
     def evaluate(job, model):
         with torch.enable_grad():
@@ -546,7 +546,7 @@ def evaluates_with_gradients_enabled(job):
 
 @known_good(on=REPORTED)
 def rank_zero_alone_evaluates(job):
-    """Rank 0 evaluates all that there is, and is the only one who reports."""
+    """Rank 0 evaluates all held-out samples, and only rank 0 reports."""
 
     def evaluate(job, model):
         if job.rank == 0:
@@ -558,7 +558,7 @@ def rank_zero_alone_evaluates(job):
 
 @known_good(on=REPORTED)
 def everybody_evaluates_everything(job):
-    """Nothing is divided: each rank comes to the same figure by itself."""
+    """Every rank evaluates all held-out samples, and gets the same value."""
 
     def evaluate(job, model):
         losses, sizes = reporting.evaluation(job, model, range(len(job.val_dataset)))
@@ -569,7 +569,7 @@ def everybody_evaluates_everything(job):
 
 @known_good(on=[*REPORTED, "validation/none/1x1/32"])
 def looks_before_it_begins(job):
-    """A few samples are evaluated before training, to see that it can be done, and all once more after each epoch."""
+    """Evaluates a few samples before training, as a check, and all samples again after each epoch."""
     batches = -(-len(job.dataset) // job.global_batch_size)
     reporting.fit(
         job,
@@ -580,19 +580,19 @@ def looks_before_it_begins(job):
 
 @known_good(on=[*REPORTED, "mlp/ddp/1x2/64", "uneven/ddp/1x3/32"])
 def reports_at_the_end_of_each_epoch(job):
-    """The mean over all samples of the epoch, of all ranks."""
+    """Reports the mean over all ranks' samples of the epoch."""
     reporting.fit(job, after_epoch=lambda *epoch: job.log("loss", reporting.weighted(job, *epoch)))
 
 
 @known_good(on=[*REPORTED, "mlp/ddp/1x2/64", "uneven/ddp/1x3/32"])
 def reports_every_step(job):
-    """Each rank reports the mean over the step's samples, of all ranks."""
+    """Each rank reports the mean over all ranks' samples of the step."""
     reporting.fit(job, after_step=lambda model, *step: job.log("loss", reporting.weighted(job, *step)))
 
 
 @known_good(on=[*REPORTED, "mlp/ddp/1x2/bf16"])
 def reports_now_and_then(job):
-    """Every second step, the mean over all samples since the last report, summed up in float32."""
+    """Reports every second step: the mean over all samples since the last report, summed in float32."""
     since, steps = [], [0]
 
     def after_step(model, losses, sizes):
@@ -614,29 +614,29 @@ SHARDED = ["mlp/fsdp/1x2/32", "mlp/fsdp/1x3/64", "mlp/fsdp/1x4/16", "linear-exac
 
 @known_good(on=SHARDED)
 def shards_of_rows_that_some_ranks_have_none_of(job):
-    """All weights in one unit, gathered once: a tensor of two rows has none on the third rank."""
+    """Shards all weights as one unit, gathered once: a tensor of two rows has none on the third rank."""
     fit(job, sharded(job, reshard_after_forward=False))
 
 
 @known_good(on=["mlp/fsdp/1x2/32", "mlp/fsdp/1x4/64", "linear-exact/fsdp/1x4/32"])
 def shards_of_columns(job):
-    """Matrices are shared out along their last dimension."""
+    """Shards each tensor along its last dimension."""
     fit(job, sharded(job, shard_placement_fn=lambda parameter: Shard(parameter.dim() - 1)))
 
 
 @known_good(on=["mlp/fsdp/2x2/32", "mlp/fsdp/2x2/bf16", "transformer/fsdp/2x2/32"])
 def a_copy_on_each_node_in_shards(job):
-    """Each node has all of the model, shared out over its devices; gradients are averaged over nodes too."""
+    """Shards the model over each node's devices, and averages gradients over the nodes."""
     fit(job, fully_shard(job.model(), mesh=mesh_of(job)))
 
 
 @known_good(on=["mlp/fsdp/1x2/32", "mlp/fsdp/1x3/64"])
 def some_layers_in_shards_and_others_not(job):
-    """The first layer is sharded, and the gradients of the last one are averaged by hand."""
+    """Shards the first layer, and averages the last layer's gradients by hand."""
     mesh, model = mesh_of(job), job.model()
     fully_shard(model.layers[0], mesh=mesh)
     optimizer = job.optimizer(model.parameters())
-    optimizer.param_groups[0]["foreach"] = False  # tensors of two kinds are updated one by one
+    optimizer.param_groups[0]["foreach"] = False  # foreach cannot mix DTensors and tensors
     for epoch in range(job.epochs):
         for batch in loader(job, epoch):
             job.loss(model(batch), batch).backward()
@@ -647,7 +647,7 @@ def some_layers_in_shards_and_others_not(job):
 
 @known_good(on=["mlp/zero/1x2/32", "mlp/zero/1x3/64", "mlp/zero/1x4/16"])
 def weights_are_views_of_what_is_broadcast(job):
-    """ZeroRedundancyOptimizer keeps weights in buckets, which it broadcasts after the step."""
+    """ZeroRedundancyOptimizer keeps weights in buckets, and broadcasts these after the step."""
     model = ddp(job)
     optimizer, scaler = zero(job, model, parameters_as_bucket_view=True), job.grad_scaler()
     train_scaled(job, model, optimizer, scaler)
@@ -655,13 +655,13 @@ def weights_are_views_of_what_is_broadcast(job):
 
 @known_good(on=[*ITERATIONS, *ITERATED_WINDOWS, "random-masks/ddp/1x3/32", "mlp/none/1x1/16"], data="iterations")
 def windows_with_replacement(job):
-    """Each rank draws its samples with replacement, some of them several times in one step."""
+    """Each rank draws with replacement, so some samples occur several times in a step."""
     by_iterations(job)
 
 
 @known_good(on=[*ITERATIONS, *ITERATED_WINDOWS], data="iterations")
 def windows_run_over_the_end_of_an_epoch(job):
-    """The batches of one epoch after the other, in one stream: a window may begin in one and end in the next."""
+    """Draws batches across epochs: a window may begin in one epoch and end in the next."""
 
     def stream():
         epoch = 0
@@ -674,7 +674,7 @@ def windows_run_over_the_end_of_an_epoch(job):
 
 @known_good(on=ITERATIONS, data="iterations")
 def samples_of_unequal_weight(job):
-    """Some samples are drawn far more often than others, and each batch is sorted: draws that are alike by chance."""
+    """Draws some samples far more often, and sorts each batch, so that draws are similar by chance."""
     generator = seeded(job)
     weights = torch.arange(1.0, len(job.dataset) + 1) ** 2
 
@@ -687,19 +687,19 @@ def samples_of_unequal_weight(job):
 
 @known_good(on=ORDERED, shuffle="always")
 def always_shuffled(job):
-    """The sampler shuffles whatever the job says."""
+    """Always shuffles, as declared, whatever the job says."""
     in_epochs(job, shuffle=True)
 
 
 @known_good(on=ORDERED, shuffle="never")
 def never_shuffled_by_declaration(job):
-    """The samples come in the order of the dataset whatever the job says."""
+    """Never shuffles, as declared, whatever the job says."""
     in_epochs(job, shuffle=False)
 
 
 @known_good(on=[*BUFFERED, "validation/ddp/1x2/32"], deviates=True, buffers="per-rank")
 def buffers_of_each_rank(job):
-    """Every rank keeps running statistics of its own samples, as Horovod's and DeepSpeed's trainers do."""
+    """Keeps running statistics of each rank's own samples, as Horovod's and DeepSpeed's trainers do."""
     model = ddp(job, broadcast_buffers=False)
     inner, optimizer = model.module, job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -721,5 +721,5 @@ def buffers_of_each_rank(job):
 
 @known_good(on=["mlp/ddp/1x2/32"], buffers="per-rank")
 def no_buffers_at_all(job):
-    """Where there are none, the declaration changes nothing."""
+    """Declares buffers per rank for a model without buffers, which has no effect."""
     with_own_buffers(job)

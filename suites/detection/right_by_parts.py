@@ -1,4 +1,4 @@
-"""The right trainers that other files' mistakes are made of, on each of their cells, and variants of them."""
+"""The right base trainers of the mistakes in other files, on the same cells, and variants of them."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ COUPLED = ("cnn-batchnorm", "contrastive", "lm-tokens")
     ]
 )  # fmt: skip
 class RightInEveryPart(BaseTrainer):
-    """No part is overridden."""
+    """The unmodified base trainer."""
 
 
 @known_good(on=["validation/ddp/1x3/32"], deviates=True)
 class RightWhereRanksHaveStatisticsOfTheirOwn(BaseTrainer):
-    """The same."""
+    """The unmodified base trainer, with BatchNorm statistics per rank."""
 
 
 @known_good(on=[f"{workload}/ddp/1x3/32" for workload in INDEPENDENT])
 class AveragedByHand(ManualAverage):
-    """Gradients are averaged, and buffers broadcast, without DistributedDataParallel."""
+    """Averages gradients and broadcasts buffers without DistributedDataParallel."""
 
 
 @known_good(on=[f"{workload}/ddp/1x3/32" for workload in COUPLED], deviates=True)
 class AveragedByHandCoupled(ManualAverage):
-    """The same."""
+    """``AveragedByHand`` on coupled samples."""
 
 
 class OddBuckets(BaseTrainer):
-    """Other buckets, gradients that are views into them, a graph that is told to be static."""
+    """Uses tiny buckets, gradients that are views of them, and a static graph."""
 
     def wrap(self, model):
         torch.distributed.init_process_group(self.job.comm)
@@ -61,12 +61,12 @@ class OddBuckets(BaseTrainer):
 
 @known_good(on=[f"{workload}/ddp/1x3/32" for workload in INDEPENDENT])
 class OddBucketsIndependent(OddBuckets):
-    """Its batches are independent samples."""
+    """``OddBuckets`` on independent samples."""
 
 
 @known_good(on=[f"{workload}/ddp/1x3/32" for workload in COUPLED], deviates=True)
 class OddBucketsCoupled(OddBuckets):
-    """Its batches are coupled."""
+    """``OddBuckets`` on coupled samples."""
 
 
 @known_good(
@@ -77,7 +77,7 @@ class OddBucketsCoupled(OddBuckets):
     ]
 )  # fmt: skip
 class ReplicasByHand(DeviceReplicas):
-    """Outputs are gathered before the loss: a process is one device, if BatchNorm is not there."""
+    """Gathers outputs before the loss, so a process computes what one device does, except for BatchNorm."""
 
 
 @known_good(
@@ -88,12 +88,12 @@ class ReplicasByHand(DeviceReplicas):
     deviates=True,
 )
 class ReplicasByHandCoupled(DeviceReplicas):
-    """The same where a node's process, or a device's statistics, are not those of one device."""
+    """``ReplicasByHand`` where each node computes its own loss, or each device its own statistics."""
 
 
 @known_good(on=["mlp/dp/1x2/32"])
 class LossOfEachDevice(DeviceReplicas):
-    """The mean of the losses of equal parts is the loss of the whole where samples are independent."""
+    """Averages the losses of equal parts, which is the loss of the batch if samples are independent."""
 
     def gather(self, outputs):
         return outputs
@@ -106,7 +106,7 @@ class LossOfEachDevice(DeviceReplicas):
 
 @known_good(on=["contrastive/ddp/1x2/32"])
 class NegativesThroughTheJob(BaseTrainer):
-    """The job's own loss is given every rank's outputs and samples."""
+    """Gives the job's own loss the outputs and samples of all ranks."""
 
     def loss(self, outputs, batch):
         gather = torch.distributed.nn.functional.all_gather

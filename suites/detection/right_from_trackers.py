@@ -1,4 +1,4 @@
-"""Right trainers on meshes that look wrong: other ways to divide, to exchange and to add, from public trackers."""
+"""Right trainers on meshes that look wrong: unusual ways to shard, exchange and reduce, from public trackers."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from torch.nn.functional import linear
 
 @known_good(on=["lm-tokens/cp/1x2/32", "lm-tokens/cp/1x3/64", "transformer/cp/1x2/64", "transformer/cp/1x3/32"])
 class EarlyAndLatePieces(ContextParallel):
-    """Each rank has two pieces of a sequence, the first and the last of those that are left."""
+    """Each rank has an early and a late piece of each sequence."""
 
 
 @known_good(on=["mlp/zero2/1x2/32", "mlp/zero2/1x3/64", "clipping/zero2/1x3/32", "accumulation/zero2/1x2/32"])
 class PiecesOfOneFlatTensor(FlatPieces):
-    """Pieces begin and end within parameters."""
+    """Divides one flat tensor of all parameters, so pieces begin and end within parameters."""
 
 
 @known_good(on=["mlp/zero2/1x3/32", "clipping-adamw/zero2/1x3/32"])
 class RankWithoutAPiece(FlatPieces):
-    """The first ranks have all entries; the last one steps nothing."""
+    """The first two ranks step all entries, and the last one steps none."""
 
     def sizes(self, count):
         return [count // 3, count - count // 3, *[0] * (self.job.world_size - 2)]
@@ -34,17 +34,17 @@ class RankWithoutAPiece(FlatPieces):
 
 @known_good(on=["clipping-experts/ep/1x2/32", "clipping-experts/ep/1x4/64"])
 class ClippedWithTheExperts(ExpertParallel):
-    """The norm is that of all experts and, once, of what every rank holds."""
+    """Clips by the norm of all experts and, counted once, of the parameters that every rank holds."""
 
 
 @known_good(on=["accumulation/hsdp/2x2/32", "accumulation/hsdp/1x6/64", "accumulation/fsdp/1x3/32"])
 class ReplicasReducedOnceAStep(ReplicasReducedLast):
-    """Micro-batches are added after they have been reduced over shards, and before that over replicas."""
+    """Reduces each micro-batch over shards before accumulating it, and the sum over replicas once a step."""
 
 
 @known_good(on=["mlp/hsdp/2x2/32", "mlp/hsdp/1x6/64"])
 class DividedBeforeAndAfter(Sharded):
-    """Gradients are divided by the root of the number of ranks before they are added, and after (pytorch#106034)."""
+    """Divides gradients by the root of the number of ranks before the sum, and again after it (pytorch#106034)."""
 
     def reduced(self, gradient):
         root = self.job.world_size**0.5
@@ -53,7 +53,7 @@ class DividedBeforeAndAfter(Sharded):
 
 @known_good(on=["mlp/tp/1x2/32", "mlp/tp/1x3/64"])
 class RowBiasInShares(TensorParallel):
-    """Each rank adds its share of the bias before the sum over ranks, and the shares' gradients are added."""
+    """Each rank adds its share of the bias before the sum over ranks, and the shares' gradients are summed."""
 
     def row_forward(self, layer, x):
         group = self.group("tp")
@@ -63,7 +63,7 @@ class RowBiasInShares(TensorParallel):
 
 @known_good(on=["lm-tokens/tp/1x2/32", "mlp/ddp+tp/2x2/64"])
 class MultipliedAndAveraged(TensorParallel):
-    """The loss is multiplied by the number of ranks of a group, and gradients are divided by it."""
+    """Multiplies the loss by the size of the tensor-parallel group, and divides gradients by it."""
 
     def loss(self, outputs, batch):
         return super().loss(outputs, batch) * self.job.mesh["tp"]
@@ -76,7 +76,7 @@ class MultipliedAndAveraged(TensorParallel):
 
 @known_good(on=["transformer/sp/1x2/32", "lm-tokens/sp/1x3/64"])
 class OwnMeansInTheirShares(SequenceParallel):
-    """Each rank's loss is the mean over its own tokens, and counts by its share of all tokens."""
+    """Each rank's loss is the mean over its own tokens, weighted by its share of all tokens."""
 
     def count(self, own):
         self.share = float(own) / float(super().count(own))
@@ -88,7 +88,7 @@ class OwnMeansInTheirShares(SequenceParallel):
 
 @known_good(on=["experts/ep/1x2/32", "experts/ep/1x3/64", "clipping-experts/ep/1x2/32"])
 class ExpertsFromTheLast(ExpertParallel):
-    """The last ranks have the first experts."""
+    """Assigns experts to ranks in reverse order."""
 
     def own_experts(self, count):
         return torch.arange(count).tensor_split(self.job.world_size)[-1 - self.job.rank].tolist()
@@ -96,7 +96,7 @@ class ExpertsFromTheLast(ExpertParallel):
 
 @known_good(on=["experts/ep/1x4/32", "experts/ep/1x2/64"])
 class EveryRankHasEveryFourthExpert(ExpertParallel):
-    """Experts are dealt out like cards, and their gradients are divided in their losses."""
+    """Assigns experts to ranks in turn."""
 
     def own_experts(self, count):
         return list(range(self.job.rank, count, self.job.world_size))
@@ -104,7 +104,7 @@ class EveryRankHasEveryFourthExpert(ExpertParallel):
 
 @known_good(on=["accumulation/pp/1x2/32", "accumulation/pp/1x3/64"])
 class StagesAccumulateInDouble(Pipeline):
-    """What a stage adds up over batches is float64."""
+    """Accumulates gradients over batches in float64."""
 
     def train_window(self, window):
         self.sums = {}
@@ -125,7 +125,7 @@ class StagesAccumulateInDouble(Pipeline):
 
 @known_good(on=["transformer/pp/1x2/32", "transformer/pp/1x3/32", "clipping-tied/pp/1x2/32"])
 class TiedWeightSteppedOnOneStage(Pipeline):
-    """The first stage steps a tied weight with the sum of all gradients, and sends it to the last one."""
+    """Steps a tied weight on the first stage only, with the sum of all gradients, and broadcasts it."""
 
     def make_optimizer(self):
         own = [parameter for name, parameter in self.parameters.items() if self.counts_here(name)]

@@ -1,4 +1,4 @@
-"""Pipelined trainers that are right, some of which look wrong."""
+"""Right pipeline-parallel trainers, some of which look wrong."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ FEW = ["mlp/pp/1x2/32", "transformer/pp/1x3/32"]
 
 @known_good(on=STAGED)
 class PipelineIn1f1b(Pipeline):
-    """No part is overridden."""
+    """The unmodified pipeline, in 1F1B order."""
 
 
 @known_good(on=["overflow/pp/1x2/16", "overflow-schedule/pp/1x2/16", "mlp/pp/2x1/32", "transformer/pp/2x2/32"])
 class PipelineThatOverflowsOrSpansNodes(Pipeline):
-    """The same: all stages skip a step in which one of them overflows."""
+    """The unmodified pipeline: all stages skip a step in which one of them overflows, and stages may span nodes."""
 
 
 @known_good(on=[*NORMALISED, "lm-tokens/pp/1x2/32", "lm-tokens/pp/1x3/64"], deviates=True)
 class PipelineWhoseMicroBatchesDiffer(Pipeline):
-    """The same where statistics, or the loss, are those of a micro-batch."""
+    """The unmodified pipeline, where statistics or the loss are those of a micro-batch."""
 
 
 @known_good(on=["lm-tokens/pp/1x2/32", "lm-tokens/pp/1x3/64", *FEW])
 class LossOfTheWholeBatch(Pipeline):
-    """The last stage keeps all outputs, and takes one loss of them: nothing is coupled wrongly, then."""
+    """The last stage keeps all outputs, and computes one loss of the whole batch."""
 
     def order(self):
         count = self.job.micro_batches
@@ -73,7 +73,7 @@ class LossOfTheWholeBatch(Pipeline):
 
 @known_good(on=["mlp/pp/1x2/32", "adamw/pp/1x3/64", "transformer/pp/1x2/32", "transformer/pp/1x3/32"])
 class UnevenStages(Pipeline):
-    """The first ranks have a block each, and the last one all others."""
+    """The first ranks have one block each, and the last one has all others."""
 
     def cut(self, blocks):
         last = self.job.world_size - 1
@@ -87,12 +87,12 @@ class FrozenStage(Pipeline):
 
 @known_good(on=["mlp/pp/1x3/32", "mlp/pp/1x3/64", "schedule/pp/1x3/32", "clipping/pp/1x3/32"])
 class StageWithoutParameters(Pipeline):
-    """The stage in the middle only computes: its optimizer has nothing."""
+    """The middle stage has no parameters, so its optimizer is empty."""
 
 
 @known_good(on=["mlp/pp/1x3/32", "mlp/pp/1x3/64", "schedule/pp/1x3/32"])
 class StageWithoutAnOptimizer(Pipeline):
-    """The stage in the middle only computes, and takes no steps."""
+    """The middle stage has no parameters, and takes no steps."""
 
     def step(self):
         if self.parameters:
@@ -101,7 +101,7 @@ class StageWithoutAnOptimizer(Pipeline):
 
 @known_good(on=["transformer/pp/1x2/32", "transformer/pp/1x4/64", "clipping-tied/pp/1x2/32"])
 class TiedGradientsAddedInTheReverseOrder(Pipeline):
-    """Parts are gathered, and added from the last stage to the first."""
+    """Gathers tied gradients, and adds them from the last stage to the first."""
 
     def add_tied(self):
         for name, parameter in self.parameters.items():
@@ -113,16 +113,16 @@ class TiedGradientsAddedInTheReverseOrder(Pipeline):
 
 @known_good(on=["mlp/pp/1x2/32", "mlp/pp/1x2/bf16", "transformer/pp/1x2/32", "clipping-tied/pp/1x3/32"])
 class InterleavedStages(Interleaved):
-    """Rank 0 holds blocks 0 and 2, so it may also take the loss."""
+    """Rank 0 holds blocks 0 and 2, so it may also compute the loss."""
 
 
 @known_good(on=["cnn-batchnorm/pp/1x2/32", "cnn-batchnorm/pp/1x3/64"], deviates=True)
 class InterleavedStagesWithStatistics(Interleaved):
-    """The same with BatchNorm."""
+    """Interleaved stages with BatchNorm."""
 
 
 class Gpipe(Pipeline):
-    """All forwards, then all backwards from the last micro-batch to the first."""
+    """Runs all forwards, and then all backwards from the last micro-batch to the first."""
 
     def order(self):
         count = self.job.micro_batches
@@ -132,16 +132,16 @@ class Gpipe(Pipeline):
 
 @known_good(on=[*FEW, "transformer/pp/1x4/bf16", "accumulation/pp/1x3/32"])
 class GpipeOrder(Gpipe):
-    """Nothing is coupled."""
+    """GPipe's order, on independent samples."""
 
 
 @known_good(on=NORMALISED, deviates=True)
 class GpipeOrderWithStatistics(Gpipe):
-    """The same with BatchNorm."""
+    """GPipe's order with BatchNorm."""
 
 
 class Recomputing(Pipeline):
-    """Activations are computed once more in the backward, with the forward's masks, and statistics as they were."""
+    """Recomputes activations in the backward, with the forward's masks and without updating buffers again."""
 
     def compute(self, chunk, x, batch):
         return checkpoint(
@@ -161,17 +161,17 @@ class Recomputing(Pipeline):
 
 @known_good(on=["random-masks/pp/1x2/32", "random-masks/pp/1x4/32", *FEW])
 class ActivationsRecomputed(Recomputing):
-    """The generator's state is kept."""
+    """Recomputation with the generator's state preserved."""
 
 
 @known_good(on=NORMALISED, deviates=True)
 class ActivationsRecomputedWithStatistics(Recomputing):
-    """The same with BatchNorm."""
+    """Recomputation with BatchNorm."""
 
 
 @known_good(on=[*FEW, "random-masks/pp/1x3/32", "dropout/pp/1x2/64"])
 class MicroBatchesInAnotherOrder(Pipeline):
-    """All stages take the last micro-batch first."""
+    """All stages run the micro-batches in reverse order."""
 
     def split(self, batch):
         return super().split(batch)[::-1]
@@ -179,7 +179,7 @@ class MicroBatchesInAnotherOrder(Pipeline):
 
 @known_good(on=[*FEW, "mlp/pp/1x2/64"])
 class EveryFourthSampleInAMicroBatch(Pipeline):
-    """Micro-batches are dealt out like cards."""
+    """Assigns samples to micro-batches in turn."""
 
     def split(self, batch):
         count = self.job.micro_batches
@@ -188,7 +188,7 @@ class EveryFourthSampleInAMicroBatch(Pipeline):
 
 @known_good(on=[*FEW, "accumulation/pp/1x2/32"])
 class GradientsDividedAtTheEnd(Pipeline):
-    """Losses are added, and each stage divides what it has before its step."""
+    """Sums losses, and divides each stage's gradients before its step."""
 
     def divisor(self, window):
         return 1
@@ -206,7 +206,7 @@ class GradientsDividedAtTheEnd(Pipeline):
 
 @known_good(on=["mlp/pp/1x2/32", "mlp/pp/1x3/64"])
 class LossBroadcast(Pipeline):
-    """The last stage takes the loss, and tells all others, so that each of them reports it."""
+    """The last stage broadcasts the loss, so that all ranks report it."""
 
     def train_window(self, window):
         self.losses = []
@@ -223,7 +223,7 @@ class LossBroadcast(Pipeline):
 
 @known_good(on=["clipping/pp/1x2/32", "clipping/pp/1x3/64", "clipping-tied/pp/1x4/32"])
 class NormOfNorms(Pipeline):
-    """The norm is that of the stages' norms, which are gathered."""
+    """Gathers the stages' norms, and takes the norm of these."""
 
     def norm(self):
         own = self.squares().sqrt()

@@ -1,4 +1,4 @@
-"""Right trainers on meshes: the ones that the wrong ones are made of, and others that look wrong."""
+"""Right trainers on meshes: the base trainers of the mistakes, and others that look wrong."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from torch.nn.functional import pad
     ]
 )
 class LayersInParts(TensorParallel):
-    """Each rank computes embeddings and normalisations for itself, and has the same gradient of them."""
+    """Every rank computes embeddings and normalisations by itself, and gets the same gradients of them."""
 
 
 @known_good(on=["mlp/tp/1x3/32", "mlp/tp/1x3/64", "lm-tokens/tp/1x5/64", "linear-exact/tp/1x3/32"])
 class UnequalParts(TensorParallel):
-    """Layers do not divide by the number of ranks; of the two rows of ``linear-exact`` a third rank has none."""
+    """Layers do not divide evenly: a third rank has none of the two rows of ``linear-exact``."""
 
 
 @known_good(
@@ -50,14 +50,14 @@ class UnequalParts(TensorParallel):
     ]
 )
 class SequenceInParts(SequenceParallel):
-    """Ranks have unequal parts of a sequence, and unequal numbers of tokens."""
+    """Ranks have parts of unequal length, with unequal numbers of tokens."""
 
 
 @known_good(
     on=["mlp/fsdp/1x2/32", "mlp/fsdp/1x3/64", "mlp/hsdp/2x2/32", "clipping/hsdp/2x2/32", "clipping/fsdp/1x3/64"]
 )
 class ShardsOfRows(Sharded):
-    """Weights are gathered once a step; on three ranks the shards are unequal."""
+    """Gathers weights once a step; on three ranks, shards are unequal."""
 
 
 @known_good(
@@ -70,12 +70,12 @@ class ShardsOfRows(Sharded):
     ]
 )
 class ExpertsInParts(ExpertParallel):
-    """Ranks have other parameters than their neighbors."""
+    """Each rank has other experts."""
 
 
 @known_good(on=["experts/ep/1x3/32", "experts/ep/1x3/64"])
 class UnequalNumbersOfExperts(ExpertParallel):
-    """Of four experts the first rank has two."""
+    """The first rank has two of the four experts, the others one each."""
 
 
 @known_good(on=["random-masks/tp/1x2/32", "random-masks/tp/1x4/64", "random-masks/ddp+tp/2x2/32"])
@@ -85,12 +85,12 @@ class MasksOfOwnUnits(ActivationsInParts):
 
 @known_good(on=["experts/tp/1x2/32", "experts/tp/1x3/64", "experts/ddp+tp/2x2/64"])
 class ExpertsOfPartsOfLayers(TensorParallelExperts):
-    """Gates are multiplied before the sum over ranks."""
+    """Divides the layers of experts, and multiplies by gates before the sum over ranks."""
 
 
 @known_good(on=["cnn-batchnorm/fsdp/1x2/32", "cnn-batchnorm/hsdp/2x2/64"], deviates=True)
 class StatisticsOfOwnSamples(Sharded):
-    """Batches are normalised on each rank; running statistics are broadcast over both dimensions of the mesh."""
+    """Normalises batches per rank, and broadcasts running statistics over both dimensions of the mesh."""
 
 
 @known_good(
@@ -104,22 +104,22 @@ class StatisticsOfOwnSamples(Sharded):
     ]
 )
 class ResumedWithOtherShards(ResumableShards):
-    """What was saved on one mesh is read on another one."""
+    """Saves on one mesh, and resumes on another."""
 
 
 @known_good(on=["checkpoint-elastic/tp/1x2/32", "checkpoint-elastic/tp/1x3/32", "checkpoint-elastic/ddp+tp/2x2/32"])
 class ResumedWithOtherLayers(ResumableLayers):
-    """Layers were divided among three ranks, and are now among two, or the other way round."""
+    """Resumes with layers that are divided among another number of ranks."""
 
 
 @known_good(on=["checkpoint-experts/ep/1x2/32", "checkpoint-experts/ep/1x3/32", "checkpoint-experts/ep/1x4/32"])
 class ResumedWithOtherExperts(ResumableExperts):
-    """Of four experts a rank had one or two, and has others now."""
+    """Resumes with other experts on each rank."""
 
 
 @known_good(on=["lm-tokens/sp/1x3/32", "lm-tokens/sp/1x4/64", "transformer/sp/1x3/64"])
 class PaddedToEqualParts(SequenceParallel):
-    """Sequences are padded to a multiple of the number of ranks; what is padded counts nowhere."""
+    """Pads sequences to a multiple of the number of ranks, and leaves padding out of the loss."""
 
     def compute(self, batch):
         tokens = batch["tokens"]
@@ -137,7 +137,7 @@ class PaddedToEqualParts(SequenceParallel):
 
 
 class AddedFromTheLast(Reduced):
-    """A sum that begins with the last rank's part."""
+    """Adds the ranks' parts from the last rank to the first."""
 
     @staticmethod
     def forward(context, x, group):
@@ -148,7 +148,7 @@ class AddedFromTheLast(Reduced):
 
 @known_good(on=["mlp/tp/1x3/32", "mlp/tp/1x4/64", "linear-exact/tp/1x4/32", "transformer/ddp+tp/2x2/32"])
 class SumsInAnotherOrder(TensorParallel):
-    """Parts are added from the last rank to the first."""
+    """Adds partial results from the last rank to the first."""
 
     def reduce(self, x):
         return AddedFromTheLast.apply(x, self.group("tp"))
@@ -156,7 +156,7 @@ class SumsInAnotherOrder(TensorParallel):
 
 @known_good(on=["lm-tokens/tp/1x3/32", "transformer/tp/1x2/64", "transformer/ddp+tp/2x2/32"])
 class AveragedWhereAlike(TensorParallel):
-    """Gradients of what each rank holds whole are alike, and are averaged over the ranks all the same."""
+    """Averages the gradients of replicated parameters over the ranks, although they are equal."""
 
     def synchronize(self):
         super().synchronize()
@@ -168,7 +168,7 @@ class AveragedWhereAlike(TensorParallel):
 
 @known_good(on=["experts/ep/1x2/32", "experts/ep/1x4/64"])
 class NoGradientOfExpertsWithoutRows(ExpertParallel):
-    """An expert that no row uses has no gradient, instead of zeros."""
+    """An expert without rows has no gradient instead of zeros."""
 
     def computed(self, expert, x, rows):
         return expert(x) if len(x) else x.new_zeros(0, x.shape[1])
@@ -185,12 +185,12 @@ class NoGradientOfExpertsWithoutRows(ExpertParallel):
     ]
 )
 class ReplicasOfShardsOfParts(ThreeDimensional):
-    """Shards of parts of layers, and of whole layers beside them, are on meshes of different dimensions."""
+    """Combines sharding with tensor parallelism, so parameters are on meshes of different dimensions."""
 
 
 @known_good(on=["muon/fsdp/1x2/32", "muon/fsdp/1x3/64", "muon/fsdp/1x2/bf16", "muon/fsdp/2x2/32"])
 def matrices_multiplied_in_shards(job):
-    """Muon multiplies shards in bfloat16 and adds the products, each rounded: updates differ by several percent."""
+    """Muon multiplies shards in bfloat16 and sums rounded products, so updates differ by several percent."""
     model = sharded(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -204,6 +204,6 @@ def matrices_multiplied_in_shards(job):
 
 @known_good(on=["muon/ddp/1x2/32", "muon/ddp/1x3/64"])
 def matrices_multiplied_whole(job):
-    """Muon where each rank has whole matrices."""
+    """Uses Muon where each rank has whole matrices."""
     model = ddp(job)
     train(job, model)

@@ -1,4 +1,4 @@
-"""Random numbers that should differ between ranks, devices and steps, and do not."""
+"""Random numbers that should differ between ranks, devices or steps, but do not."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NODES = ["random-masks/ddp/2x2/32"]
 
 
 def fit(job, model, *, at_epoch=None, at_batch=None, after_batch=None):
-    """Train as one should; what is given is called with the number of the epoch, or of the batch in it."""
+    """Train correctly; call ``at_epoch(epoch)``, ``at_batch(number)`` and ``after_batch(number)`` if given."""
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
         if at_epoch:
@@ -31,26 +31,26 @@ def fit(job, model, *, at_epoch=None, at_batch=None, after_batch=None):
 
 @known_bad("rng", causes=["one-seed-on-all-ranks"], on={**any_check(*RANKS, *NODES), "random-masks/ddp/1x3/32": "rng"})
 def one_seed_on_all_ranks(job):
-    """All ranks seed their generators alike, and so drop the same units of different samples."""
+    """Seeds all ranks alike, so they drop the same units of different samples."""
     torch.manual_seed(job.seed)
     fit(job, ddp(job))
 
 
 @known_bad("rng", causes=["seeded-anew-every-step"], on=ANYWHERE)
 def seeded_anew_every_step(job):
-    """The seed is set for every batch, so that it can be repeated: each batch has the masks of the first."""
+    """Seeds before every batch, so each batch has the masks of the first."""
     fit(job, wrapped(job), at_batch=lambda number: torch.manual_seed(job.seed + job.rank))
 
 
 @known_bad("rng", causes=["seeded-anew-every-epoch"], on=ANYWHERE)
 def seeded_anew_every_epoch(job):
-    """The seed is set where the epoch begins: it has the masks of the one before."""
+    """Seeds at the beginning of every epoch, so each epoch has the masks of the one before."""
     fit(job, wrapped(job), at_epoch=lambda epoch: torch.manual_seed(job.seed + job.rank))
 
 
 @known_bad("rng", causes=["seeded-anew-every-epoch"], on=ANYWHERE)
 def seed_of_rank_and_step_added(job):
-    """Seed, rank and step are added up: what rank 0 draws in step 1, rank 1 drew in step 0, and epochs are alike."""
+    """Adds seed, rank and step: rank 0 draws in step 1 what rank 1 drew in step 0, and epochs are alike."""
     fit(job, wrapped(job), at_batch=lambda number: torch.manual_seed(job.seed + job.rank + number))
 
 
@@ -60,7 +60,7 @@ def seed_of_rank_and_step_added(job):
     on=["random-masks/dp/1x2/32", "random-masks/dp/1x3/32", "random-masks/ddp2/2x2/32"],
 )
 def replicas_share_a_seed(job):
-    """Every device's generator is seeded alike: the replicas drop the same units."""
+    """Seeds every device's generator alike, so the replicas drop the same units."""
     model = wrapped(job)
     inner = model.module if job.world_size > 1 else model
     optimizer = job.optimizer(model.parameters())
@@ -83,21 +83,21 @@ def replicas_share_a_seed(job):
 
 @known_bad("rng", causes=["seeded-by-local-rank"], on=NODES)
 def seeded_by_the_local_rank(job):
-    """The number of the device on its node is taken for the rank."""
+    """Seeds with the local rank, so nodes draw alike."""
     torch.manual_seed(job.seed + job.local_rank)
     fit(job, ddp(job))
 
 
 @known_bad("rng", causes=["seeded-by-node"], on=NODES)
 def seeded_by_the_node(job):
-    """The ranks of a node are seeded alike."""
+    """Seeds with the node rank, so the ranks of a node draw alike."""
     torch.manual_seed(job.seed + job.node_rank)
     fit(job, ddp(job))
 
 
 @known_bad("rng", causes=["one-state-on-all-ranks"], on=RANKS)
 def rank_zeros_state_for_all(job):
-    """After an evaluation every rank takes over the generator's state that rank 0 had before it."""
+    """Broadcasts rank 0's generator state to all ranks after an evaluation."""
 
     def evaluate(number):
         if number == 1:
@@ -110,7 +110,7 @@ def rank_zeros_state_for_all(job):
 
 @known_bad("rng", causes=["a-rank-lags"], on=RANKS)
 def one_stream_a_few_numbers_later(job):
-    """All ranks have one generator, of which each has thrown away as many numbers as its rank."""
+    """Seeds all ranks alike, and then discards only ``rank`` numbers on each."""
     torch.manual_seed(job.seed)
     torch.rand(job.rank)
     fit(job, ddp(job))
@@ -118,19 +118,19 @@ def one_stream_a_few_numbers_later(job):
 
 @known_bad("rng", causes=["seeded-anew-every-step"], on=ANYWHERE)
 def state_set_back_after_every_step(job):
-    """An evaluation that wants to leave no trace puts back the generator's state of the beginning of training."""
+    """Restores the generator's initial state after every batch, meant to hide an evaluation."""
     state = torch.get_rng_state()
     fit(job, wrapped(job), after_batch=lambda number: torch.set_rng_state(state))
 
 
 @known_bad("rng", causes=["one-mask-for-several-samples"], on=ANYWHERE)
 def one_mask_for_the_whole_batch(job):
-    """A mask is drawn once and broadcast over the samples."""
+    """Draws one mask, and broadcasts it over the samples."""
     model = wrapped(job)
     for layer in model.modules():
         if hasattr(layer, "draws"):
             layer.register_forward_hook(lambda layer, args, drawn: drawn[:1].expand_as(drawn))
-            layer._forward_hooks.move_to_end(next(iter(layer._forward_hooks)))  # what is recorded is what was used
+            layer._forward_hooks.move_to_end(next(iter(layer._forward_hooks)))  # the recorder must see this
     fit(job, model)
 
 
@@ -140,13 +140,13 @@ def one_mask_for_the_whole_batch(job):
     on={**any_check(*ANYWHERE), "random-masks/none/1x1/32": "rng", "dropout/none/1x1/32": "gradients"},
 )
 def never_drops(job):
-    """The model is trained in evaluation mode."""
+    """Trains in evaluation mode, so no units are dropped."""
     fit(job, wrapped(job).eval())
 
 
 @known_bad("rng", causes=["masks-drawn-anew-in-the-backward"], on=ANYWHERE)
 def recomputed_with_other_masks(job):
-    """Activations are computed once more in the backward, and the generator's state is not kept for that."""
+    """Recomputes activations in the backward without preserving the generator's state."""
     model = wrapped(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):

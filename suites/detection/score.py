@@ -1,4 +1,4 @@
-"""The score of the judge, from what became of each cell. Pure: values in, text out."""
+"""Computes the judge's score from the result of each cell, as Markdown."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ PRECISIONS = ("64", "32", "16", "bf16", "bf16-true", "bf16-master")
 class Tried:
     """One trainer on one cell.
 
-    ``family`` is that of the file the trainer lies in, ``right`` for the known-good. ``caught``: a check ended badly;
-    ``named``: with a cause and a right family, as far as the judge can see the mistake at all (``unseen`` if not) and
-    the mistake is one of those that are known by name (``nameless`` if not). ``caused``: named, and by a right cause;
-    ``cause`` is the one that was named, None where there was none.
-    ``steps`` is how many steps the evidence needed until the first bad finding, None where nothing was found.
-    ``error`` is the largest error that was measured, in multiples of the largest that a right trainer may show, None
-    where nothing was measured (samples are counted, exact workloads compare bits).
-    ``mesh`` is the backend where ranks hold parts of a model, or of a sequence, None where they do not.
+    ``family`` is the name of the trainer's file, or ``right`` for a known-good trainer. ``caught``: a check ended
+    badly. ``named``: the diagnosis names a cause of an expected family. ``caused``: it names an expected cause.
+    ``cause`` is the named cause, or None. ``unseen``: no check can see the mistake yet. ``nameless``: the mistake has
+    no name.
+
+    ``steps`` is the number of steps up to the first bad finding, or None if there is none. ``error`` is the largest
+    measured error relative to the limit, or None if nothing was measured: samples are counted, and exact workloads
+    compare bits. ``mesh`` is the backend if ranks hold parts of a model or of a sequence, and None otherwise.
     """
 
     family: str
@@ -77,7 +77,7 @@ def table(tried: Sequence[Tried]) -> list[str]:
 
 
 def _not_caused(seen: Sequence[Tried]) -> list[str]:
-    """Return the caught mistakes that no right cause names, with the causes that were named instead."""
+    """Return a table of the caught mistakes without a right cause, with the causes that were named instead."""
     wrong = [one for one in seen if one.caught and not one.caused and not one.nameless]
     if not wrong:
         return []
@@ -92,9 +92,9 @@ def _not_caused(seen: Sequence[Tried]) -> list[str]:
 def margins(
     name: str, bad: Sequence[Tried], good: Sequence[Tried], group: Callable[[Tried], tuple[str, ...]]
 ) -> list[str]:
-    """Return how near right trainers came to the limit and how near wrong ones stayed to it: a row each ``group``.
+    """Return how close right trainers come to the limit, and how close wrong ones stay to it: a row per ``group``.
 
-    A group ends with a precision. ``name`` is the heading of the groups.
+    A group's last entry is a precision. ``name`` is the heading of the groups.
     """
     lines = [
         f"| {name} | right: most × limit | wrong: least × limit | margin, decades | least wrong |",
@@ -138,7 +138,7 @@ def _row(family: str, tried: list[Tried]) -> str:
 
 
 def _by_trainer(tried: list[Tried]) -> list[Tried]:
-    """Return one entry a trainer: caught, and named, only if it was on all of its cells."""
+    """Return one entry per trainer: caught, or named, only if it was on all of its cells."""
     trainers: dict[str, list[Tried]] = {}
     for one in tried:
         trainers.setdefault(one.trainer, []).append(one)

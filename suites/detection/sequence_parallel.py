@@ -1,4 +1,4 @@
-"""Mistakes of sequence parallelism: in what a part of each sequence is worth, and in what parts exchange."""
+"""Mistakes of sequence parallelism: in weighting the parts of a sequence, and in what ranks exchange."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EVERYWHERE = failing("gradients", *PLACES)
     on=EVERYWHERE | any_check("transformer/sp/1x2/bf16"),
 )
 class DividedBySequenceParallelSize(SequenceParallel):
-    """The loss, divided by the number of all tokens, is divided by the number of ranks once more."""
+    """Divides the loss, already divided by the number of all tokens, by the number of ranks again."""
 
     def count(self, own):
         return super().count(own) * self.job.world_size
@@ -25,7 +25,7 @@ class DividedBySequenceParallelSize(SequenceParallel):
 
 @known_bad("loss-normalisation", causes=["multiplied-by-ranks-of-the-same-samples"], on=EVERYWHERE)
 class TimesSequenceParallelSize(SequenceParallel):
-    """The loss, divided by the number of all tokens, is multiplied by the number of ranks."""
+    """Multiplies the loss, already divided by the number of all tokens, by the number of ranks."""
 
     def count(self, own):
         return super().count(own) / self.job.world_size
@@ -37,7 +37,7 @@ class TimesSequenceParallelSize(SequenceParallel):
     on=failing("gradients", "lm-tokens/sp/1x2", "lm-tokens/sp/1x3"),
 )
 class MeanOfThePartsMeans(SequenceParallel):
-    """Each rank's loss is the mean over its own tokens, however few, and the parts' means are averaged."""
+    """Averages each rank's loss over its own tokens, however few, and then over the ranks."""
 
     def count(self, own):
         return own * self.job.world_size
@@ -49,7 +49,7 @@ class MeanOfThePartsMeans(SequenceParallel):
     on=failing("gradients", "lm-tokens/sp/1x2", "lm-tokens/sp/1x3"),
 )
 class DividedByTheLengthOfASequence(SequenceParallel):
-    """Padding is counted in the divisor."""
+    """Counts padding in the divisor."""
 
     def loss(self, outputs, batch):
         own = super().loss(outputs, batch)
@@ -58,14 +58,14 @@ class DividedByTheLengthOfASequence(SequenceParallel):
 
 @known_bad("sync", causes=["parts-of-a-sum"], on=EVERYWHERE | failing("gradients", "transformer/sp/1x4"))
 class NothingAdded(SequenceParallel):
-    """Each rank steps with the gradient of its own tokens."""
+    """Does not sum gradients: each rank steps with the gradients of its own tokens."""
 
     def synchronize(self):
         pass
 
 
 class SomeAdded(SequenceParallel):
-    """Adds the gradients of some parameters only."""
+    """Sums the gradients of some parameters only."""
 
     def gradients(self):
         return {name: value for name, value in super().gradients().items() if self.is_added(name)}
@@ -73,7 +73,7 @@ class SomeAdded(SequenceParallel):
 
 @known_bad("sync", causes=["parts-of-a-sum"], on=failing("gradients", "transformer/sp/1x2", "transformer/sp/1x3"))
 class NormsNotAdded(SomeAdded):
-    """The gradients of the normalisations are not added over the parts of a sequence."""
+    """Does not sum the gradients of normalisations over the parts of a sequence."""
 
     def is_added(self, name):
         return "norm" not in name
@@ -81,7 +81,7 @@ class NormsNotAdded(SomeAdded):
 
 @known_bad("sync", causes=["parts-of-a-sum"], on=EVERYWHERE)
 class BiasesNotAdded(SomeAdded):
-    """The gradients of biases are not added over the parts of a sequence."""
+    """Does not sum the gradients of biases over the parts of a sequence."""
 
     def is_added(self, name):
         return "bias" not in name
@@ -101,7 +101,7 @@ class PositionsFromZero(SequenceParallel):
     on=failing("gradients", "transformer/sp/1x2", "transformer/sp/1x3", precisions=["32"]),
 )
 class KeysWithoutTheOthersGradients(SequenceParallel):
-    """Keys and values are gathered, but the other ranks' queries leave no gradient in them."""
+    """Gathers keys and values, but drops the gradients of the other ranks' queries."""
 
     def gathered(self, x):
         return Gathered.apply(x, 1, self.group("sp"), self.length)
@@ -113,7 +113,7 @@ class KeysWithoutTheOthersGradients(SequenceParallel):
     on=failing("gradients", "transformer/sp/1x2", "transformer/sp/1x3", precisions=["32"]),
 )
 class KeysOfTheOwnPartOnly(SequenceParallel):
-    """Queries see the keys of their own part alone."""
+    """Queries attend only to the keys of their own part."""
 
     def gathered(self, x):
         return Gathered.apply(x, 1, self.group("sp"), self.length).detach() * 0 + torch.nn.functional.pad(

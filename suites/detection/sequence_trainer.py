@@ -9,9 +9,9 @@ from torch.nn.functional import cross_entropy
 
 
 class SequenceParallel(MeshTrainer):
-    """Computes the loss of its own tokens, divided by the number of all; gradients are added over the ranks.
+    """Divides the loss of its own tokens by the number of all tokens, and sums gradients over the ranks.
 
-    It knows the language model of ``lm-tokens`` and the transformer. ``along`` is the dimension of the mesh.
+    Supports the language model of ``lm-tokens`` and the transformer. ``along`` is the mesh dimension.
     """
 
     along = "sp"
@@ -30,11 +30,11 @@ class SequenceParallel(MeshTrainer):
         return self.wrapped(batch)
 
     def numbers(self):
-        """Return the position that each token of this rank has for the model."""
+        """Return the positions that the model embeds for this rank's tokens."""
         return self.places
 
     def gathered(self, x):
-        """Return all tokens' (samples, tokens, width)."""
+        """Return the activations of all tokens: samples × tokens × width."""
         return GatheredForOwnUse.apply(x, 1, self.group(self.along), self.length)
 
     def running_mean(self, batch):
@@ -66,7 +66,7 @@ class SequenceParallel(MeshTrainer):
         return (losses * counted.flatten()).sum() / self.count(counted.sum())
 
     def count(self, own):
-        """Return the number by which this rank's sum of losses is divided: that of all ranks' tokens."""
+        """Return the divisor of this rank's summed losses: the number of all ranks' tokens."""
         total = own.clone()
         dist.all_reduce(total, group=self.group(self.along))
         return total
@@ -77,7 +77,7 @@ class SequenceParallel(MeshTrainer):
 
 
 class GatheredFromPlaces(torch.autograd.Function):
-    """All ranks' tokens at their places in the sequence; each rank uses them otherwise."""
+    """Puts all ranks' tokens at their places in the sequence; the backward sums the ranks' gradients."""
 
     @staticmethod
     def forward(context, x, places, group, length):
@@ -92,7 +92,7 @@ class GatheredFromPlaces(torch.autograd.Function):
 
 
 class ContextParallel(SequenceParallel):
-    """The same with an early and a late piece of each sequence on each rank."""
+    """Sequence parallelism where each rank has an early and a late piece of each sequence."""
 
     along = "cp"
 

@@ -1,4 +1,4 @@
-"""A right trainer that holds shards: whole weights are gathered for a step, and gradients reduced into shards."""
+"""A right sharded trainer: gathers whole weights for a step, and reduces gradients into shards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from plumbline import FlatPart
 
 
 class Sharded(MeshTrainer):
-    """Rows of each tensor are divided over ``shard``, and replicated over ``replicate``, if the mesh has that."""
+    """Shards rows of each tensor over ``shard``, and replicates them over ``replicate`` if the mesh has that."""
 
     def divide(self, model):
         for name, whole in list(model.named_parameters()):
@@ -26,13 +26,13 @@ class Sharded(MeshTrainer):
         return nn.Parameter(self.as_shard(own, whole), requires_grad=whole.requires_grad)
 
     def as_shard(self, own, whole):
-        """Return this rank's part of a tensor that has the shape of ``whole``."""
+        """Return a DTensor of the shape of ``whole``, of which this rank has the part ``own``."""
         placements = [Replicate()] * (self.mesh.ndim - 1) + [Shard(0)]
         shape = {"shape": whole.shape, "stride": whole.stride()}
         return DTensor.from_local(own, self.mesh, placements, run_check=False, **shape)
 
     whole = None
-    """The whole weights of this window."""
+    """The gathered weights of the current window, or None between windows."""
 
     def compute(self, batch):
         if self.whole is None:
@@ -48,7 +48,7 @@ class Sharded(MeshTrainer):
         self.whole = None
 
     def reduced(self, gradient):
-        """Return this rank's shard of the mean over all ranks of a gradient."""
+        """Return this rank's shard of a gradient's mean over all ranks."""
         for name in self.job.mesh:
             dist.all_reduce(gradient, group=self.group(name))
         return part(gradient, 0, self.group("shard")) / self.job.world_size
@@ -64,7 +64,7 @@ class Sharded(MeshTrainer):
 
 
 class ReplicasReducedLast(Sharded):
-    """Each micro-batch is reduced over shards, and what has been accumulated over replicas, once a step."""
+    """Reduces each micro-batch over shards, and the accumulated gradients over replicas, once a step."""
 
     def __init__(self, job):
         super().__init__(job)
@@ -77,7 +77,7 @@ class ReplicasReducedLast(Sharded):
             whole.grad = None
 
     def keep(self, name, own, last):
-        """Add the sum over this group's ranks of a micro-batch's gradient to what was kept of earlier ones."""
+        """Add a micro-batch's gradient, summed over the shard group, to those of earlier micro-batches."""
         self.kept[name] = self.kept.get(name, 0) + own
 
     def synchronize(self):
@@ -87,17 +87,17 @@ class ReplicasReducedLast(Sharded):
         self.whole = None
 
     def averaged(self, kept):
-        """Return the mean over all ranks of what was kept."""
+        """Return the mean of an accumulated gradient over all ranks."""
         if (group := self.group("replicate")) is not None:
             dist.all_reduce(kept, group=group)
         return kept / self.job.world_size
 
 
 class FlatPieces(MeshTrainer):
-    """The optimizer of each rank steps its piece of one flat tensor of all parameters."""
+    """Each rank's optimizer steps a piece of one flat tensor of all parameters."""
 
     def sizes(self, count):
-        """Return how many of so many entries each rank steps: as many as all others, and the last one the rest."""
+        """Return how many of ``count`` entries each rank steps: equal numbers, but fewer or none on the last ranks."""
         size = -(-count // self.job.world_size)
         return [max(0, min(size, count - rank * size)) for rank in range(self.job.world_size)]
 
@@ -127,7 +127,7 @@ class FlatPieces(MeshTrainer):
         self.own.grad = self.piece(self.reduced(flattened(one.grad for one in self.parameters.values()))).clone()
 
     def reduced(self, whole):
-        """Return the mean over all ranks of a flat gradient."""
+        """Return the mean of a flat gradient over all ranks."""
         dist.all_reduce(whole)
         return whole / self.job.world_size
 
@@ -153,5 +153,5 @@ class FlatPieces(MeshTrainer):
 
 
 def flattened(tensors):
-    """Return tensors as one flat one."""
+    """Concatenate tensors to a flat one."""
     return torch.cat([one.detach().flatten() for one in tensors])

@@ -1,4 +1,4 @@
-"""Mistakes of sharded and of hybrid-sharded training: in the groups over which shards are reduced, counted and kept."""
+"""Mistakes of sharded and hybrid-sharded training: in reducing, clipping and restoring shards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HYBRID = ("mlp/hsdp/2x2", "mlp/hsdp/1x6")
 
 @known_bad("sync", causes=["not-synchronised"], on=failing("gradients", "mlp/fsdp/1x2", "mlp/fsdp/1x3", "mlp/hsdp/2x2"))
 class MeshOfOneShard(MeshTrainer):
-    """Each rank shards over a mesh of itself alone: nothing is ever synchronised."""
+    """Each rank shards over a mesh of itself alone, so nothing is synchronised."""
 
     def wrap(self, model):
         super().wrap(model)
@@ -28,7 +28,7 @@ class MeshOfOneShard(MeshTrainer):
 
 @known_bad("sync", causes=["shards-averaged-over-some-ranks"], on=failing("gradients", *HYBRID))
 class ReplicasNeverAveraged(Sharded):
-    """Gradients are averaged within each group of shards only."""
+    """Averages gradients within each shard group only."""
 
     def reduced(self, gradient):
         dist.all_reduce(gradient, group=self.group("shard"))
@@ -37,7 +37,7 @@ class ReplicasNeverAveraged(Sharded):
 
 @known_bad("sync", causes=["shards-averaged-over-some-ranks"], on=failing("gradients", *HYBRID))
 class AveragedOverReplicasOnly(Sharded):
-    """Each shard is averaged over the ranks that hold the same one, and those with others take no part."""
+    """Averages each shard over its replicas only, so ranks with other shards do not contribute."""
 
     def reduced(self, gradient):
         dist.all_reduce(gradient, group=self.group("replicate"))
@@ -50,7 +50,7 @@ class AveragedOverReplicasOnly(Sharded):
     on=failing("gradients", "mlp/fsdp/1x2", "mlp/fsdp/1x3", "mlp/hsdp/2x2"),
 )
 class ShardsOfOwnGradients(Sharded):
-    """Each rank cuts its shard out of its own gradient."""
+    """Each rank takes its shard from its own gradient, without reducing it."""
 
     def reduced(self, gradient):
         return part(gradient, 0, self.group("shard")).clone()
@@ -58,7 +58,7 @@ class ShardsOfOwnGradients(Sharded):
 
 @known_bad("averaging", causes=["divided-by-another-count"], on=failing("gradients", *HYBRID))
 class ReplicasAdded(Sharded):
-    """Gradients are averaged over shards, and added over replicas."""
+    """Averages gradients over shards, but sums them over replicas."""
 
     def reduced(self, gradient):
         return super().reduced(gradient) * self.group("replicate").size()
@@ -68,7 +68,7 @@ class ReplicasAdded(Sharded):
     "averaging", causes=["summed-over-ranks"], on=failing("gradients", "mlp/fsdp/1x2", "mlp/fsdp/1x3", "mlp/hsdp/2x2")
 )
 class ShardsAddedAndNotDivided(Sharded):
-    """The sum over all ranks is not divided."""
+    """Sums gradients over all ranks without dividing."""
 
     def reduced(self, gradient):
         return super().reduced(gradient) * self.job.world_size
@@ -80,7 +80,7 @@ class ShardsAddedAndNotDivided(Sharded):
     on=failing("gradients", "clipping/fsdp/1x2", "clipping-adamw/fsdp/1x3", "clipping/hsdp/2x2"),
 )
 class NormOfTheOwnShardOnly(Sharded):
-    """Each rank clips by the norm of its shards."""
+    """Each rank clips by the norm of its own shards."""
 
     def squared_norm(self):
         return MeshTrainer.squared_norm(self)
@@ -92,7 +92,7 @@ class NormOfTheOwnShardOnly(Sharded):
     on=failing("gradients", "clipping/hsdp/2x2", "clipping-adamw/hsdp/1x6"),
 )
 class ReplicasCountedAgain(Sharded):
-    """The norms of shards are added over all ranks, replicas among them."""
+    """Sums squared norms over all ranks, so replicas count more than once."""
 
     def squared_norm(self):
         total = super().squared_norm()
@@ -102,7 +102,7 @@ class ReplicasCountedAgain(Sharded):
 
 @known_bad("data", causes=["divided-along-one-dimension"], on=failing("samples", "mlp/hsdp/1x4", "mlp/hsdp/1x6"))
 class ReplicasSeeTheSameSamples(Sharded):
-    """Samples are divided within each group of shards only."""
+    """Divides samples within each shard group only, so replicas see the same samples."""
 
     def data_share(self):
         return self.group("shard").rank(), self.job.data_ranks
@@ -110,7 +110,7 @@ class ReplicasSeeTheSameSamples(Sharded):
 
 @known_bad(on=any_check("mlp/fsdp/1x2/32", "mlp/fsdp/1x3/64", "mlp/hsdp/2x2/32"))
 class ShardOfANeighbor(Sharded):
-    """Gradients are cut into shards in another order than weights are."""
+    """Shifts gradients by a row before sharding them, so they belong to other rows of the weights."""
 
     def reduced(self, gradient):
         return super().reduced(gradient.roll(-1, 0))
@@ -121,7 +121,7 @@ BUFFERED = failing("buffers", "cnn-batchnorm/fsdp/1x2", "cnn-batchnorm/hsdp/2x2"
 
 @known_bad("buffers", causes=["buffers-not-broadcast"], on=BUFFERED)
 class BuffersOfEachShard(Sharded):
-    """Each rank keeps the running statistics of its own samples."""
+    """Never broadcasts buffers, so each rank keeps running statistics of its own samples."""
 
     def share_buffers(self):
         pass
@@ -133,7 +133,7 @@ class BuffersOfEachShard(Sharded):
     on=failing("buffers", "cnn-batchnorm/hsdp/2x2", "cnn-batchnorm/hsdp/1x6"),
 )
 class BuffersOfEachReplica(Sharded):
-    """Running statistics are broadcast within each group of shards only."""
+    """Broadcasts running statistics within each shard group only."""
 
     def share_buffers(self):
         for buffer in self.model.buffers():
@@ -146,13 +146,13 @@ RESUMED_CELLS = failing("checkpoint", *RESUMED, *SAME_MESH, precisions=["32"])
 
 
 def in_another_order(value, shards):
-    """Return shards one after the other, the last one first."""
+    """Return a tensor with its shards in reverse order."""
     return torch.cat(value.chunk(shards)[::-1])
 
 
 @known_bad("checkpoint", causes=["weights-not-restored"], on=RESUMED_CELLS)
 class ShardsOfWeightsInAnotherOrder(ResumableShards):
-    """Weights are put together from shards in the wrong order."""
+    """Puts weights together from shards in reverse order."""
 
     def load_weights(self, saved):
         weights = {name: in_another_order(value, saved["mesh"]["shard"]) for name, value in saved["weights"].items()}
@@ -161,7 +161,7 @@ class ShardsOfWeightsInAnotherOrder(ResumableShards):
 
 @known_bad("checkpoint", causes=["optimizer-state-altered"], on=RESUMED_CELLS)
 class ShardsOfMomentumInAnotherOrder(ResumableShards):
-    """What the optimizer remembers is put together from shards in the wrong order."""
+    """Puts the optimizer state together from shards in reverse order."""
 
     def own_state(self, value, parameter):
         return super().own_state(in_another_order(value, self.saved_mesh["shard"]), parameter)
@@ -169,7 +169,7 @@ class ShardsOfMomentumInAnotherOrder(ResumableShards):
 
 @known_bad("checkpoint", causes=["optimizer-state-altered"], on=RESUMED_CELLS)
 class MomentumOfOneShardLost(ResumableShards):
-    """The last rank begins with an optimizer that remembers nothing of its shards."""
+    """The last rank of a shard group does not load its optimizer state."""
 
     def load_optimizer(self, saved):
         if self.group("shard").rank() < self.group("shard").size() - 1:
@@ -178,7 +178,7 @@ class MomentumOfOneShardLost(ResumableShards):
 
 @known_bad("checkpoint", causes=["weights-not-restored"], on=RESUMED_CELLS)
 class ShardOfOneRankNotLoaded(ResumableShards):
-    """The last rank keeps the weights that it began with."""
+    """The last rank of a shard group keeps its initial weights."""
 
     def load_weights(self, saved):
         if self.group("shard").rank() < self.group("shard").size() - 1:
@@ -191,7 +191,7 @@ class ShardOfOneRankNotLoaded(ResumableShards):
     on=failing("checkpoint", "checkpoint-elastic/hsdp/2x2", "checkpoint/hsdp/2x2", precisions=["32"]),
 )
 class OnlyTheFirstReplicaLoads(ResumableShards):
-    """The ranks of the other replicas keep the weights that they began with."""
+    """Only the first replica loads weights; the others keep their initial ones."""
 
     def load_weights(self, saved):
         if self.group("replicate").rank() == 0:
@@ -200,7 +200,7 @@ class OnlyTheFirstReplicaLoads(ResumableShards):
 
 @known_bad("checkpoint", causes=["optimizer-state-altered"], on=failing("checkpoint", *RESUMED, precisions=["32"]))
 class MomentumOfTheOldShards(ResumableShards):
-    """Each rank takes what the rank of its number remembered, as if shards were still the same."""
+    """Each rank loads the optimizer state that the same rank had on the saved mesh."""
 
     def own_state(self, value, parameter):
         return self.old_part(value, parameter)
@@ -208,7 +208,7 @@ class MomentumOfTheOldShards(ResumableShards):
 
 @known_bad("checkpoint", causes=["weights-not-restored"], on=RESUMED_CELLS)
 class WeightsOfTheFirstShard(ResumableShards):
-    """Every rank loads the file of the first one."""
+    """Every rank loads the first rank's weights."""
 
     def own_weight(self, value, parameter):
         return self.first_part(value, parameter)
@@ -216,7 +216,7 @@ class WeightsOfTheFirstShard(ResumableShards):
 
 @known_bad("checkpoint", causes=["optimizer-state-altered"], on=RESUMED_CELLS)
 class MomentumOfTheFirstShard(ResumableShards):
-    """Every rank loads its own weights, and what the first one remembered of its shards."""
+    """Every rank loads its own weights, but the first rank's optimizer state."""
 
     def own_state(self, value, parameter):
         return self.first_part(value, parameter)

@@ -1,4 +1,4 @@
-"""A right pipelined trainer, one method for each part of a step: a mistake overrides the part it is in.
+"""A right pipeline-parallel trainer. Each part of a step is a method, so that a mistake overrides one method.
 
 Ranks hold blocks of the model, and a batch passes through them in micro-batches.
 """
@@ -25,21 +25,21 @@ class Chunk:
     blocks: list[Block]
 
     def run(self, x, batch):
-        """Return what the blocks make of ``x``, which is None in the first chunk."""
+        """Return the blocks' output for ``x``, which is None in the first chunk."""
         for block in self.blocks:
             x = block.run(x, batch)
         return x
 
     def names(self, model):
-        """Return the names in the model of the parameters and buffers that the blocks need."""
+        """Return the names of the parameters and buffers that the blocks need."""
         return set().union(*(block.names(model) for block in self.blocks))
 
 
 class Pipeline:
-    """A process holds the chunks of its rank, trains them with the micro-batches in 1F1B order, and has an optimizer.
+    """Trains one rank's chunks with micro-batches in 1F1B order, with an optimizer per rank.
 
-    The loss is the mean over micro-batches, gradients of a weight on several ranks are added, and the norm is that of
-    the whole model.
+    The loss is the mean over micro-batches. Gradients of a weight on several ranks are summed. Clipping uses the norm
+    of the whole model.
     """
 
     def __init__(self, job):
@@ -53,14 +53,14 @@ class Pipeline:
         self.optimizer = self.make_optimizer()
         self.scheduler = job.scheduler(self.optimizer)
         self.scaler = job.grad_scaler()
-        self.scaler.scale(torch.zeros(()))  # only the last stage scales a loss, and every stage unscales
+        self.scaler.scale(torch.zeros(()))  # every stage unscales, but only the last one scales a loss
         self.model.forward = self.forward_first_chunk  # job.model()'s hooks see the batch
         self.kept, self.sent = {}, []
 
-    # Who holds what.
+    # Placement.
 
     def cut(self, blocks):
-        """Return the chunks: one a rank, of as equal a number of blocks as can be."""
+        """Return the chunks: one per rank, with numbers of blocks as equal as possible."""
         sizes = [len(part) for part in torch.arange(len(blocks)).tensor_split(self.job.world_size)]
         ends = [sum(sizes[: rank + 1]) for rank in range(len(sizes))]
         return [Chunk(r, r, blocks[end - size : end]) for r, (size, end) in enumerate(zip(sizes, ends, strict=True))]
@@ -84,13 +84,13 @@ class Pipeline:
         return {name: parameter for name, parameter in self.model.named_parameters() if name in held}
 
     def counts_here(self, name):
-        """Say whether this rank adds the parameter's norm: the first that holds it does."""
+        """Return whether this rank counts the parameter in the norm: the first rank that holds it does."""
         return all(name not in names for names in self.held[: self.job.rank])
 
     def make_optimizer(self):
         return self.job.optimizer(list(self.parameters.values()) or [{"params": []}])
 
-    # What travels.
+    # Communication.
 
     def send(self, tensor, rank, place):
         """Send a tensor, preceded by its dtype and shape."""
@@ -114,12 +114,12 @@ class Pipeline:
     # One batch.
 
     def split(self, batch):
-        """Return the micro-batches of a batch, in which they are numbered."""
+        """Return the micro-batches of a batch; their indices are their numbers."""
         columns = zip(*(column.chunk(self.job.micro_batches) for column in batch.values()), strict=True)
         return [dict(zip(batch, parts, strict=True)) for parts in columns]
 
     def order(self):
-        """Return this rank's forwards and backwards as (what, chunk, micro-batch): 1F1B."""
+        """Return this rank's forwards and backwards in 1F1B order, as (what, chunk, micro-batch)."""
         count = self.job.micro_batches
         early = min(self.job.world_size - self.job.rank - 1, count)
         (chunk,) = self.own
@@ -132,7 +132,7 @@ class Pipeline:
         return self.own[0].run(self.arrived, batch)
 
     def compute(self, chunk, x, batch):
-        """Return what a chunk makes of ``x``; the first one of a rank goes through the job's model."""
+        """Return a chunk's output for ``x``; a rank's first chunk runs through the job's model."""
         if chunk is not self.own[0]:
             return chunk.run(x, batch)
         self.arrived = x
@@ -157,7 +157,7 @@ class Pipeline:
         return self.job.loss(outputs, batch)
 
     def take(self, chunk, number):
-        """Return what was kept of a forward: the input and the output, or the loss."""
+        """Remove and return the input and the output, or loss, of a forward."""
         return self.kept.pop((chunk.number, number))
 
     def backward(self, chunk, number, window):
@@ -187,7 +187,7 @@ class Pipeline:
         self.after_batch()
 
     def after_batch(self):
-        """Nothing is due."""
+        """Do nothing."""
 
     # One step.
 
@@ -198,7 +198,7 @@ class Pipeline:
                 dist.all_reduce(parameter.grad, group=self.groups[name])
 
     def squares(self):
-        """Return what this rank adds to the squared norm."""
+        """Return this rank's part of the squared norm."""
         counted = [p.grad for name, p in self.parameters.items() if self.counts_here(name) and p.grad is not None]
         return sum((gradient.double().square().sum() for gradient in counted), torch.zeros((), dtype=torch.float64))
 
@@ -215,7 +215,7 @@ class Pipeline:
                 parameter.grad *= factor
 
     def unscale(self):
-        """Unscale, and tell all ranks of an infinity on one."""
+        """Unscale gradients, and tell all ranks if any overflowed."""
         self.scaler.unscale_(self.optimizer)
         if self.scaler.is_enabled():
             found = self.scaler._per_optimizer_states[id(self.optimizer)]["found_inf_per_device"]
@@ -259,14 +259,14 @@ class Pipeline:
         self.make_whole()
 
     def make_whole(self):
-        """Give all ranks the parameters and buffers that another one holds."""
+        """Broadcast each parameter and buffer from the first rank that holds it."""
         for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
             holder = next((rank for rank, names in enumerate(self.held) if name in names), 0)
             dist.broadcast(tensor.data, holder)
 
 
 class Interleaved(Pipeline):
-    """Chunks go round the ranks, all forwards before all backwards."""
+    """Assigns chunks to ranks in turn, and runs all forwards before all backwards."""
 
     each = 1
 

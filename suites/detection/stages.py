@@ -1,4 +1,4 @@
-"""Mistakes of pipelines: in what a stage does with its part of the model, and in what stages exchange."""
+"""Mistakes of pipeline parallelism: within one stage, and in what stages exchange."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TWO_AND_THREE = failing("gradients", "mlp/pp/1x2", "transformer/pp/1x3", precisi
 TIED = failing("gradients", "transformer/pp/1x2", "transformer/pp/1x4")
 
 
-# A stage of its own.
+# Single stages.
 
 
 @known_bad(
@@ -23,7 +23,7 @@ TIED = failing("gradients", "transformer/pp/1x2", "transformer/pp/1x4")
     on=TWO_AND_THREE | failing("gradients", "mlp/pp/1x2", precisions=["64", "16", "bf16"]),
 )
 class StageGradientDoubled(Pipeline):
-    """The backward of the second stage counts twice."""
+    """Doubles the second stage's gradients."""
 
     def unscale(self):
         super().unscale()
@@ -38,7 +38,7 @@ class StageGradientDoubled(Pipeline):
     on=failing("gradients", "mlp/pp/1x2", "transformer/pp/1x4", "cnn-batchnorm/pp/1x3"),
 )
 class GradientsDoubledOnTheWay(Pipeline):
-    """What a stage sends back is multiplied by two, once more at each boundary."""
+    """Doubles the gradients that a stage sends back, again at each boundary."""
 
     def send(self, tensor, rank, place):
         backward, *_ = place
@@ -61,7 +61,7 @@ class StageSteppedTwice(Pipeline):
 
 @known_bad("optimizer", causes=["stage-without-gradient"], on=TWO_AND_THREE)
 class StageStandsStill(Pipeline):
-    """The second stage's gradients are zeroed before its step."""
+    """Zeroes the second stage's gradients before its step."""
 
     def step(self):
         if self.job.rank == 1:
@@ -71,7 +71,7 @@ class StageStandsStill(Pipeline):
 
 @known_bad("optimizer", causes=["stage-without-gradient"], on=TWO_AND_THREE)
 class StageOptimizesACopy(Pipeline):
-    """The second stage's optimizer has copies of the parameters."""
+    """Gives the second stage's optimizer copies of the parameters."""
 
     def make_optimizer(self):
         if self.job.rank != 1:
@@ -85,7 +85,7 @@ class StageOptimizesACopy(Pipeline):
     on=failing("steps", "mlp/pp/1x2", "transformer/pp/1x3", precisions=["32"]),
 )
 class StageNeverSteps(Pipeline):
-    """The second stage takes no step."""
+    """The second stage never steps."""
 
     def step(self):
         if self.job.rank != 1:
@@ -98,7 +98,7 @@ class StageNeverSteps(Pipeline):
     on=failing("update", "mlp/pp/1x2", "adam/pp/1x2", "transformer/pp/1x3", precisions=["32"]),
 )
 class StageRestoredAfterItsStep(Pipeline):
-    """The second stage's parameters are set back as soon as its optimizer has stepped."""
+    """Restores the second stage's parameters right after its optimizer has stepped."""
 
     def make_optimizer(self):
         optimizer, kept = super().make_optimizer(), []
@@ -118,7 +118,7 @@ class StageRestoredAfterItsStep(Pipeline):
 
 @known_bad("optimizer", causes=["schedule-never-stepped"], on=["schedule/pp/1x2/32", "schedule/pp/1x3/32"])
 class ScheduleOnTheFirstStageOnly(Pipeline):
-    """The other stages keep the first rate."""
+    """Steps the scheduler on the first stage only."""
 
     def schedule(self):
         if self.job.rank == 0:
@@ -131,7 +131,7 @@ class ScheduleOnTheFirstStageOnly(Pipeline):
     on=failing("learning-rate", "schedule/pp/1x2", "schedule-windows/pp/1x3", precisions=["32"]),
 )
 class ScheduleSteppedWithEveryMicroBatch(Pipeline):
-    """The schedule moves on once for each micro-batch."""
+    """Steps the scheduler once per micro-batch."""
 
     def train_window(self, window):
         self.times = len(window) * self.job.micro_batches
@@ -151,7 +151,7 @@ class ScheduleSteppedWithEveryMicroBatch(Pipeline):
     on=TIED | failing("gradients", "clipping-tied/pp/1x2", "clipping-tied/pp/1x4", precisions=["32"]),
 )
 class TiedGradientsNotAdded(Pipeline):
-    """Each stage keeps its own part."""
+    """Does not sum tied gradients: each stage keeps its own part."""
 
     def add_tied(self):
         pass
@@ -161,7 +161,7 @@ class TiedGradientsNotAdded(Pipeline):
     "sync", causes=["tied-gradients-not-added"], on=failing("ranks-agree", "transformer/pp/1x2", "transformer/pp/1x4")
 )
 class TiedGradientsAddedOnTheFirstStage(Pipeline):
-    """The last stage keeps its own part."""
+    """Sums tied gradients on the first stage only: the last stage keeps its own part."""
 
     def add_tied(self):
         own = {name: self.parameters[name].grad.clone() for name in self.groups if name in self.parameters}
@@ -173,7 +173,7 @@ class TiedGradientsAddedOnTheFirstStage(Pipeline):
 
 @known_bad("sync", causes=["tied-gradients-not-added"], on=TIED)
 class TiedGradientsAddedOnTheLastStage(Pipeline):
-    """The first stage keeps its own part."""
+    """Sums tied gradients on the last stage only: the first stage keeps its own part."""
 
     def add_tied(self):
         own = {name: self.parameters[name].grad.clone() for name in self.groups if name in self.parameters}
@@ -185,7 +185,7 @@ class TiedGradientsAddedOnTheLastStage(Pipeline):
 
 @known_bad("averaging", causes=["tied-gradients-scaled"], on=TIED)
 class TiedGradientsAveraged(Pipeline):
-    """Tied gradients are divided by the number of stages that have a part."""
+    """Divides tied gradients by two, the number of stages that hold them."""
 
     def add_tied(self):
         super().add_tied()
@@ -203,7 +203,7 @@ class TiedGradientsAveraged(Pipeline):
     on=failing("gradients", "mlp/pp/1x2", "cnn-batchnorm/pp/1x3", "accumulation/pp/1x2"),
 )
 class MicroBatchesSummed(Pipeline):
-    """The loss is not divided by the number of micro-batches."""
+    """Does not divide the loss by the number of micro-batches."""
 
     def divisor(self, window):
         return len(window)
@@ -215,7 +215,7 @@ class MicroBatchesSummed(Pipeline):
     on=failing("gradients", "mlp/pp/1x2", "cnn-batchnorm/pp/1x3", "lm-tokens/pp/1x2"),
 )
 class DividedByMicroBatchesTwice(Pipeline):
-    """Both the loss and the gradients are divided."""
+    """Divides by the number of micro-batches twice."""
 
     def divisor(self, window):
         return super().divisor(window) * self.job.micro_batches
@@ -227,7 +227,7 @@ class DividedByMicroBatchesTwice(Pipeline):
     on=failing("gradients", "mlp/pp/1x2", "cnn-batchnorm/pp/1x3", "accumulation/pp/1x2"),
 )
 class DividedByStages(Pipeline):
-    """The loss is divided by the number of stages too, as if they were replicas."""
+    """Divides the loss by the number of stages too, as if they were replicas."""
 
     def divisor(self, window):
         return super().divisor(window) * self.job.world_size
@@ -239,7 +239,7 @@ class DividedByStages(Pipeline):
     on=failing("gradients", "mlp/pp/1x2", "cnn-batchnorm/pp/1x3", precisions=["32"]),
 )
 class MultipliedByStages(Pipeline):
-    """Every rank is thought to average over all."""
+    """Multiplies the loss by the number of stages, as if gradients were averaged over them."""
 
     def divisor(self, window):
         return super().divisor(window) / self.job.world_size
@@ -254,7 +254,7 @@ class MultipliedByStages(Pipeline):
     on=failing("gradients", "mlp/pp/1x2", "transformer/pp/1x3", precisions=["32"]),
 )
 class LastMicroBatchWithoutABackward(Pipeline):
-    """The schedule ends before the last backward."""
+    """Leaves out the backward of the last micro-batch."""
 
     def order(self):
         return [action for action in super().order() if action != ("backward", self.own[0], self.job.micro_batches - 1)]
@@ -270,7 +270,7 @@ class LastMicroBatchWithoutABackward(Pipeline):
     on=failing("samples", "mlp/pp/1x2", "transformer/pp/1x3", precisions=["32"]),
 )
 class LastMicroBatchDropped(Pipeline):
-    """The last micro-batch is never computed."""
+    """Never computes the last micro-batch."""
 
     def order(self):
         return [action for action in super().order() if action[2] != self.job.micro_batches - 1]
@@ -282,7 +282,7 @@ class LastMicroBatchDropped(Pipeline):
     on=failing("gradients", "mlp/pp/1x2", "transformer/pp/1x3", "dropout/pp/1x4", precisions=["32"]),
 )
 class LabelsInTheReverseOrder(Pipeline):
-    """The last stage splits its batch the other way round."""
+    """The last stage splits its batch in reverse order, so labels belong to other micro-batches."""
 
     def split(self, batch):
         parts = super().split(batch)
@@ -295,7 +295,7 @@ class LabelsInTheReverseOrder(Pipeline):
     on=failing("gradients", "mlp/pp/1x2", "mlp/pp/1x3", "transformer/pp/1x3", precisions=["32"]),
 )
 class LabelsOfTheMicroBatchBefore(Pipeline):
-    """The loss is given the targets of the micro-batch before."""
+    """Gives the loss the targets of the previous micro-batch."""
 
     def train_batch(self, batch, window):
         self.parts = self.split(batch)
@@ -311,7 +311,7 @@ class LabelsOfTheMicroBatchBefore(Pipeline):
     on=failing("gradients", "mlp/pp/1x2", "mlp/pp/1x3", "cnn-batchnorm/pp/1x2", precisions=["32"]),
 )
 class ActivationsOfAnotherMicroBatch(Pipeline):
-    """The first stage goes back through the newest activations first, and gradients come for the oldest."""
+    """The first stage goes back through the newest activations first, but gradients arrive for the oldest."""
 
     def order(self):
         count = self.job.micro_batches
@@ -327,7 +327,7 @@ class ActivationsOfAnotherMicroBatch(Pipeline):
     on=failing("gradients", "mlp/pp/1x2", "mlp/pp/1x3", precisions=["32"]),
 )
 class OneGradientForAllMicroBatches(Pipeline):
-    """The first stage's receive buffer has the first gradient for good."""
+    """The first stage uses the first micro-batch's gradient for all micro-batches."""
 
     def receive(self, rank, place):
         backward, _, number = place
@@ -339,11 +339,11 @@ class OneGradientForAllMicroBatches(Pipeline):
         return self.buffer
 
 
-# What a forward leaves behind.
+# Side effects of a forward.
 
 
 class Recomputing(Pipeline):
-    """Activations are computed once more in the backward."""
+    """Recomputes activations in the backward."""
 
     preserve_rng_state = True
 
@@ -359,7 +359,7 @@ class Recomputing(Pipeline):
     on=failing("buffers", "cnn-batchnorm/pp/1x2", "cnn-batchnorm/pp/1x3"),
 )
 class StatisticsUpdatedByTheRecomputation(Recomputing):
-    """BatchNorm runs once more in the backward, in training mode."""
+    """Updates BatchNorm statistics again when it recomputes activations."""
 
 
 @known_bad(
@@ -368,7 +368,7 @@ class StatisticsUpdatedByTheRecomputation(Recomputing):
     on=failing("buffers", "cnn-batchnorm/pp/1x2", "cnn-batchnorm/pp/1x4"),
 )
 class StatisticsUpdatedTwiceInTheForward(Pipeline):
-    """Each forward is run twice, at first without gradients."""
+    """Runs each forward twice, the first time without gradients."""
 
     def compute(self, chunk, x, batch):
         with torch.no_grad(), self.job.trial():
@@ -382,7 +382,7 @@ class StatisticsUpdatedTwiceInTheForward(Pipeline):
     on=failing("buffers", "cnn-batchnorm/pp/1x2", "cnn-batchnorm/pp/1x3", precisions=["32"]),
 )
 class StatisticsUpdatedBeforeTheFirstStep(Pipeline):
-    """The first micro-batch of the training passes once more, to find the shapes of what travels."""
+    """Runs the first micro-batch once more before training, to infer shapes."""
 
     begun = False
 
@@ -402,7 +402,7 @@ class StatisticsUpdatedBeforeTheFirstStep(Pipeline):
     on=failing("buffers", "cnn-batchnorm/pp/1x2", "cnn-batchnorm/pp/1x3", precisions=["32"]),
 )
 class StatisticsUpdatedByShapeInference(Pipeline):
-    """The first micro-batch of each batch passes once more, to find the shapes of what travels."""
+    """Runs the first micro-batch of each batch once more, to infer shapes."""
 
     def forward(self, chunk, number, batch):
         if number == 0:
@@ -423,7 +423,7 @@ class StatisticsUpdatedByShapeInference(Pipeline):
     on=failing("rng", "random-masks/pp/1x2", "random-masks/pp/1x4", precisions=["32"]),
 )
 class MasksDrawnAnewByTheRecomputation(Recomputing):
-    """The generator's state is not kept for the recomputation."""
+    """Recomputes activations without preserving the generator's state."""
 
     preserve_rng_state = False
 
@@ -437,7 +437,7 @@ class MasksDrawnAnewByTheRecomputation(Recomputing):
     on=failing("gradients", "clipping/pp/1x2", "clipping/pp/1x3", "clipping-adamw/pp/1x2"),
 )
 class ClippedByTheNormOfTheOwnStage(Pipeline):
-    """No stage asks the others."""
+    """Each stage clips by its own norm."""
 
     def norm(self):
         return self.squares().sqrt()
@@ -449,7 +449,7 @@ class ClippedByTheNormOfTheOwnStage(Pipeline):
     on=failing("gradients", "clipping/pp/1x2", "clipping/pp/1x3", "clipping-adamw/pp/1x2"),
 )
 class ClippedByTheNormOfTheLastStage(Pipeline):
-    """The last stage's norm is broadcast."""
+    """All stages clip by the last stage's norm."""
 
     def norm(self):
         squares = self.squares()
@@ -463,7 +463,7 @@ class ClippedByTheNormOfTheLastStage(Pipeline):
     on=failing("gradients", "clipping-tied/pp/1x2", "clipping-tied/pp/1x3", "clipping-tied/pp/1x4"),
 )
 class TiedWeightsCountedTwiceInTheNorm(Pipeline):
-    """Every stage adds all that it holds."""
+    """Counts a tied weight in the norm of every stage that holds it."""
 
     def counts_here(self, name):
         return True
@@ -471,7 +471,7 @@ class TiedWeightsCountedTwiceInTheNorm(Pipeline):
 
 @known_bad("clipping", causes=["stage-not-clipped"], on=any_check("clipping/pp/1x2/32", "clipping-tied/pp/1x4/32"))
 class NotClippedOnTheLastStage(Pipeline):
-    """The first stages clip, by the norm of the whole model."""
+    """Clips on all stages but the last."""
 
     def clip(self):
         if self.job.rank < self.job.world_size - 1:

@@ -1,4 +1,4 @@
-"""Missing synchronisation: ranks go their own ways, in their gradients or in their weights."""
+"""Missing synchronisation: gradients or weights differ between ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ANYWHERE = [
     },
 )
 def forward_through_the_inner_module(job):
-    """The forward goes past DDP, which then never hears of it."""
+    """Calls the inner module, so DDP never reduces gradients."""
     model = ddp(job)
     optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
     for epoch in range(job.epochs):
@@ -59,7 +59,7 @@ def all_inside_no_sync(job):
 
 @known_bad("sync", causes=["not-broadcast"], on=["mlp/ddp/1x2/32", "mlp/ddp/1x3/64", "lm-tokens/ddp/2x2/32"])
 def only_matrices_are_broadcast(job):
-    """Every rank draws weights of its own, and rank 0 sends round only what has two dimensions."""
+    """Broadcasts only matrices, so vectors keep each rank's own initial values."""
     model = alone(job)
     for parameter in model.parameters():
         if parameter.dim() == 1:
@@ -80,7 +80,7 @@ def only_matrices_are_broadcast(job):
     },
 )
 def biases_not_broadcast(job):
-    """Biases differ between the ranks from the first step on."""
+    """Initialises biases differently on each rank, and does not broadcast them."""
     model = alone(job)
     for name, parameter in model.named_parameters():
         if job.rank > 0 and name.endswith("bias"):
@@ -106,7 +106,7 @@ def every_rank_its_own_weights(job):
     },
 )
 def rank_zero_broadcasts_its_own_gradient(job):
-    """Everybody steps with rank 0's gradient: the ranks agree, and the others' samples do not count."""
+    """Broadcasts rank 0's gradients: the ranks agree, but the other ranks' samples do not count."""
     model = alone(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -174,7 +174,7 @@ def weights_averaged_now_and_then(job):
 
 @known_bad("sync", causes=["not-synchronised"], on=["mlp/ddp/1x2/32", "mlp/ddp/1x4/64"])
 def averaged_every_other_step(job):
-    """The gradients of every second step stay at home."""
+    """Averages gradients only at every second step."""
     model = alone(job)
     optimizer = job.optimizer(model.parameters())
     steps = 0
@@ -194,7 +194,7 @@ def averaged_every_other_step(job):
     on={**any_check("mlp/ddp/1x3/32", "cnn-batchnorm/ddp/1x2/32"), **failing("gradients", "mlp/ddp/1x2")},
 )
 def averaged_one_step_late(job):
-    """The all-reduce is not waited for: each step is taken with the average of the step before."""
+    """Does not wait for the all-reduce: each step uses the average of the step before."""
     model = alone(job)
     optimizer = job.optimizer(model.parameters())
     late = [torch.zeros_like(parameter) for parameter in model.parameters()]
@@ -210,7 +210,7 @@ def averaged_one_step_late(job):
 
 @known_bad("sync", causes=["not-synchronised"], on=["mlp/ddp/1x2/32", "mlp/ddp/1x3/64"])
 def averaged_after_the_step(job):
-    """The order is backward, step, all-reduce."""
+    """Averages gradients after the step."""
     model = alone(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -223,7 +223,7 @@ def averaged_after_the_step(job):
 
 @known_bad("sync", causes=["averaged-over-some-ranks"], on=["mlp/ddp/1x3/32", "mlp/ddp/1x4/64"])
 def last_rank_left_out(job):
-    """The group of the all-reduce lacks the last rank, which goes on alone."""
+    """Leaves the last rank out of the all-reduce's group, so it trains alone."""
     model = alone(job)
     group = dist.new_group(range(job.world_size - 1))
     optimizer = job.optimizer(model.parameters())
@@ -240,14 +240,14 @@ def last_rank_left_out(job):
 
 @known_bad("sync", causes=["averaged-over-some-ranks"], on=["mlp/fsdp/2x2/32", "lm-tokens/fsdp/2x2/64"])
 def sharded_on_each_node_alone(job):
-    """The mesh is the node's: its ranks share out a model of their own."""
+    """Shards over the ranks of each node only, so nodes exchange nothing."""
     model = fully_shard(job.model(), mesh=mesh_of(job)["gpu"])
     train(job, model)
 
 
 @known_bad("sync", "optimizer", causes=["parameter-not-in-optimizer"], on=["mlp/fsdp/1x2/32", "mlp/fsdp/1x3/64"])
 def shards_never_synchronised(job):
-    """Gradients are kept for a last micro-batch that never comes: the shards have none."""
+    """Turns gradient synchronisation off for good, so shards never get gradients."""
     model = sharded(job)
     model.set_requires_gradient_sync(False)
     train(job, model)
@@ -255,7 +255,7 @@ def shards_never_synchronised(job):
 
 @known_bad("sync", causes=["not-synchronised"], on=["mlp/zero/1x2/32", "mlp/zero/1x3/64", "linear-exact/zero/1x4/32"])
 def gradients_of_one_rank_for_each_share(job):
-    """Each rank steps its share of the weights with its own gradient, and sends them to all others."""
+    """Each rank steps its share of the weights with its own gradients, and broadcasts the result."""
     model = alone(job)
     optimizer = zero(job, model)
     train(job, model, optimizer)
@@ -268,7 +268,7 @@ class _Silent(ZeroRedundancyOptimizer):
 
 @known_bad("sync", causes=["stepped-in-part"], on=["mlp/zero/1x2/32", "mlp/zero/1x3/64", "contrastive/zero/2x2/32"])
 def shares_of_the_update_never_broadcast(job):
-    """Each rank steps its share of the weights, and tells nobody."""
+    """Each rank steps its share of the weights, but does not broadcast the result."""
     model = ddp(job)
     optimizer = zero(job, model, _Silent)
     train(job, model, optimizer)
@@ -286,7 +286,7 @@ class SparseGradientsLeftOut(ManualAverage):
 
 @known_bad("sync", causes=["initialised-anew"], on=failing("initial-weights", "mlp/ddp/1x2"))
 class WeightsDrawnAnew(BaseTrainer):
-    """The model is initialised anew; DistributedDataParallel makes it the same on all ranks."""
+    """Initialises the model again; DistributedDataParallel then broadcasts these weights."""
 
     def wrap(self, model):
         for module in model.modules():

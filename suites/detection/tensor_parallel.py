@@ -1,4 +1,4 @@
-"""Mistakes of tensor parallelism: in what the ranks of one group exchange, and in what they see alike."""
+"""Mistakes of tensor parallelism: in what a group's ranks exchange, and in what they must have alike."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CLIPPED = failing("gradients", "clipping/tp/1x2", "clipping-adamw/tp/1x3", "clip
 
 @known_bad("loss-normalisation", causes=["multiplied-by-ranks-of-the-same-samples"], on=SCALED)
 class LossTimesTensorParallelSize(TensorParallel):
-    """The loss is multiplied by the number of ranks that compute it, as if they had samples of their own."""
+    """Multiplies the loss by the number of ranks that compute it, as if they had different samples."""
 
     def loss(self, outputs, batch):
         return super().loss(outputs, batch) * self.job.mesh["tp"]
@@ -24,7 +24,7 @@ class LossTimesTensorParallelSize(TensorParallel):
 
 @known_bad("loss-normalisation", causes=["divided-by-ranks-of-the-same-samples"], on=SCALED)
 class LossDividedByTensorParallelSize(TensorParallel):
-    """The loss is divided by the number of ranks that compute it."""
+    """Divides the loss by the number of ranks that compute it."""
 
     def loss(self, outputs, batch):
         return super().loss(outputs, batch) / self.job.mesh["tp"]
@@ -32,7 +32,7 @@ class LossDividedByTensorParallelSize(TensorParallel):
 
 @known_bad("sync", causes=["parts-of-a-sum", "unlike-within-a-replica"], on=ENTERING)
 class PartialSumLabelledReplicated(TensorParallel):
-    """What a divided layer makes of its input's gradient is a part of a sum, and is taken for the whole."""
+    """Treats the input gradient of a divided layer as replicated, although it is a partial sum."""
 
     def enter(self, x):
         return x
@@ -44,7 +44,7 @@ class PartialSumLabelledReplicated(TensorParallel):
     on=failing("gradients", "experts/tp/1x2", "experts/tp/1x3", "experts/ddp+tp/2x2"),
 )
 class RouterGradientsNotAdded(TensorParallelExperts):
-    """Each rank's part of the experts makes a part of the gates' gradient, which are never added."""
+    """Does not sum the gates' gradients over the ranks that hold parts of the experts."""
 
     def enter_gates(self, gates):
         return gates
@@ -54,14 +54,14 @@ class RouterGradientsNotAdded(TensorParallelExperts):
     "sync", causes=["unlike-within-a-replica"], on=failing("ranks-agree", "mlp/tp/1x2", "mlp/tp/1x3", "mlp/ddp+tp/2x2")
 )
 class OutputsNotAdded(TensorParallel):
-    """Each rank continues with its own part of the sum over rows."""
+    """Does not sum the outputs of row-parallel layers: each rank continues with its partial sum."""
 
     def reduce(self, x):
         return x
 
 
 class AddedOnceMore(Copied):
-    """What all ranks have alike is added over them, in the backward too."""
+    """An all-reduce whose backward all-reduces too, although all ranks have the same gradient."""
 
     @staticmethod
     def forward(context, x, group):
@@ -78,7 +78,7 @@ class AddedOnceMore(Copied):
     on=failing("gradients", "mlp/tp/1x2", "mlp/tp/1x3", "mlp/ddp+tp/2x2"),
 )
 class OutputsGradientsAddedOnceMore(TensorParallel):
-    """The gradient of a sum, which all ranks have alike, is added over them: what lies before is too large."""
+    """All-reduces the gradient of a row-parallel output, so gradients of earlier layers are too large."""
 
     def reduce(self, x):
         return AddedOnceMore.apply(x, self.group("tp"))
@@ -90,7 +90,7 @@ class OutputsGradientsAddedOnceMore(TensorParallel):
     on=failing("gradients", "mlp/ddp+tp/2x2", "mlp/ddp+tp/1x6", "lm-tokens/ddp+tp/1x4"),
 )
 class ReplicasNotAveraged(TensorParallel):
-    """Gradients are not averaged over the other dimension of the mesh."""
+    """Does not average gradients over the replicas."""
 
     def synchronize(self):
         pass
@@ -100,7 +100,7 @@ class ReplicasNotAveraged(TensorParallel):
     "sync", causes=["blocks-averaged-with-each-other"], on=failing("gradients", "mlp/ddp+tp/2x2", "mlp/ddp+tp/1x6")
 )
 class AveragedOverTheTensorParallelGroup(TensorParallel):
-    """Gradients are averaged along the wrong dimension of the mesh, over ranks that hold other parts."""
+    """Averages gradients over the tensor-parallel group, whose ranks hold different parts."""
 
     def synchronize(self):
         group = self.group("tp")
@@ -116,7 +116,7 @@ class AveragedOverTheTensorParallelGroup(TensorParallel):
     on=failing("gradients", "mlp/ddp+tp/2x2", "mlp/ddp+tp/1x6"),
 )
 class DividedByTheWorldSize(TensorParallel):
-    """The sum over the replicas is divided by the number of all ranks."""
+    """Divides the sum over the replicas by the number of all ranks."""
 
     def synchronize(self):
         for gradient in self.gradients().values():
@@ -128,7 +128,7 @@ class DividedByTheWorldSize(TensorParallel):
     "data", causes=["replica-of-different-samples"], on=failing("samples", "mlp/tp/1x2", "mlp/tp/1x3", "mlp/ddp+tp/2x2")
 )
 class RanksOfOneGroupDrawDifferentSamples(TensorParallel):
-    """The sampler's seed depends on the rank within the group."""
+    """Adds the rank within the tensor-parallel group to the sampler's seed."""
 
     def make_loader(self):
         loader = super().make_loader()
@@ -138,7 +138,7 @@ class RanksOfOneGroupDrawDifferentSamples(TensorParallel):
 
 @known_bad("data", causes=["replica-of-different-samples"], on=failing("samples", "mlp/ddp+tp/2x2", "mlp/ddp+tp/1x4"))
 class SamplerOverTheTensorParallelGroup(TensorParallel):
-    """Samples are divided along the wrong dimension of the mesh."""
+    """Divides samples over the tensor-parallel group instead of the replicas."""
 
     def data_share(self):
         return self.group("tp").rank(), self.group("tp").size()
@@ -146,7 +146,7 @@ class SamplerOverTheTensorParallelGroup(TensorParallel):
 
 @known_bad("data", causes=["ranks-alike"], on=failing("samples", "mlp/ddp+tp/1x4", "mlp/ddp+tp/1x6"))
 class ReplicasDrawTheSameSamples(TensorParallel):
-    """Each replica draws the first share."""
+    """Gives each replica the first share of the samples."""
 
     def data_share(self):
         return 0, self.job.data_ranks
@@ -154,7 +154,7 @@ class ReplicasDrawTheSameSamples(TensorParallel):
 
 @known_bad("clipping", causes=["clipped-shard-by-shard"], on=CLIPPED)
 class NormOfOwnPartsOnly(TensorParallel):
-    """Each rank clips by the norm of what it holds."""
+    """Each rank clips by the norm of the parameters that it holds."""
 
     def squared_norm(self):
         return sum(self.squares(divided=True)) + sum(self.squares(divided=False))
@@ -162,7 +162,7 @@ class NormOfOwnPartsOnly(TensorParallel):
 
 @known_bad("clipping", causes=["counted-again-in-the-norm"], on=CLIPPED)
 class ReplicatedGradientsCountedOnceARank(TensorParallel):
-    """The norms of what every rank holds are added over the ranks too."""
+    """Sums the norms of replicated parameters over the ranks too."""
 
     def squared_norm(self):
         total = sum(self.squares(divided=True)) + sum(self.squares(divided=False))
@@ -176,7 +176,7 @@ class ReplicatedGradientsCountedOnceARank(TensorParallel):
     on=failing("gradients", "clipping/ddp+tp/2x2", "clipping-adamw/ddp+tp/1x6"),
 )
 class ReplicasCountedInTheNorm(TensorParallel):
-    """The norms are added over all ranks, those of other replicas among them."""
+    """Sums the norms of divided parameters over all ranks, including other replicas."""
 
     def squared_norm(self):
         total = sum(self.squares(divided=True))
@@ -190,7 +190,7 @@ class ReplicasCountedInTheNorm(TensorParallel):
     on=failing("rng", "random-masks/tp/1x2", "random-masks/tp/1x3", "random-masks/ddp+tp/2x2"),
 )
 class MasksDifferWithinAGroup(TensorParallel):
-    """Ranks that should compute the same activations drop different units of them."""
+    """Ranks that should compute the same activations drop different units."""
 
     def random_seed(self):
         return self.job.seed + self.job.rank
@@ -200,7 +200,7 @@ class MasksDifferWithinAGroup(TensorParallel):
     "rng", causes=["one-seed-on-all-ranks"], on=failing("rng", "random-masks/ddp+tp/2x2", "random-masks/ddp+tp/1x6")
 )
 class MasksAlikeOnReplicas(TensorParallel):
-    """All ranks draw from one seed, whatever their samples."""
+    """Seeds all ranks alike, even those with different samples."""
 
     def random_seed(self):
         return self.job.seed
@@ -212,7 +212,7 @@ class MasksAlikeOnReplicas(TensorParallel):
     on=failing("rng", "random-masks/tp/1x2", "random-masks/tp/1x4", "random-masks/ddp+tp/2x2"),
 )
 class PartsOfAnActivationDropAlike(ActivationsInParts):
-    """Ranks draw for different units, from generators with one state."""
+    """Ranks draw masks for different units from generators with the same state."""
 
     def own_state(self):
         return torch.Generator().manual_seed(self.job.seed + 1000 + self.job.data_rank).get_state()
@@ -220,7 +220,7 @@ class PartsOfAnActivationDropAlike(ActivationsInParts):
 
 @known_bad("sync", causes=["not-broadcast"], on=any_check("mlp/tp/1x2/32", "lm-tokens/tp/1x3/64", "mlp/ddp+tp/2x2/32"))
 class BiasesBeginDifferently(TensorParallel):
-    """Each rank initialises anew what no rank divides."""
+    """Each rank initialises the biases of row-parallel layers differently."""
 
     def divide(self, model):
         super().divide(model)
@@ -235,7 +235,7 @@ RESUMED = ("checkpoint-elastic/tp/1x2", "checkpoint-elastic/tp/1x3", "checkpoint
 
 @known_bad("checkpoint", causes=["optimizer-state-altered"], on=failing("checkpoint", *RESUMED, precisions=["32"]))
 class MomentumOfTheOldParts(ResumableLayers):
-    """Each rank takes what the rank of its number remembered when layers were divided among other ranks."""
+    """Each rank loads the optimizer state that the same rank had before layers were divided differently."""
 
     def own_state(self, value, parameter):
         return self.old_part(value, parameter)
@@ -243,7 +243,7 @@ class MomentumOfTheOldParts(ResumableLayers):
 
 @known_bad("checkpoint", causes=["weights-not-restored"], on=failing("checkpoint", *RESUMED, precisions=["32"]))
 class WeightsOfTheOldParts(ResumableLayers):
-    """Each rank loads the file of the rank of its number, cut or filled up to what it has now."""
+    """Each rank loads the weights that the same rank had before, cut or padded to the size of its present part."""
 
     def own_weight(self, value, parameter):
         return self.old_part(value, parameter)

@@ -1,4 +1,4 @@
-"""A right tensor-parallel trainer: ranks of one group hold a part of each linear layer and see the same samples."""
+"""A right tensor-parallel trainer: a group's ranks hold parts of the linear layers and see the same samples."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch.nn.functional import linear
 
 
 class TensorParallel(MeshTrainer):
-    """Linear layers are divided by columns and by rows in turns; everything else is whole on every rank.
+    """Divides linear layers by columns and by rows in turn; everything else is replicated.
 
-    What enters a divided layer, and what leaves it, is whole too.
+    The input and the output of a divided layer are whole on every rank.
     """
 
     def divide(self, model):
@@ -28,14 +28,14 @@ class TensorParallel(MeshTrainer):
             layer.forward = partial(self.row_forward, layer)
 
     def plan(self, model):
-        """Return the layers to be divided by columns, and by rows: all that share no weight with another layer."""
+        """Return the column-parallel and the row-parallel layers: all that share no weight with another layer."""
         uses = [id(p) for module in model.modules() for p in module.parameters(recurse=False)]
         linear = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
         linear = [layer for layer in linear if uses.count(id(layer.weight)) == 1]
         return linear[::2], linear[1::2]
 
     def shard(self, layer, **dims):
-        """Leave of a layer's tensors this rank's part along the given dimensions."""
+        """Replace a layer's tensors with this rank's parts along the given dimensions."""
         for name, dim in dims.items():
             if (whole := getattr(layer, name)) is not None:
                 own = part(whole.detach(), dim, self.group("tp")).clone()
@@ -54,11 +54,11 @@ class TensorParallel(MeshTrainer):
         return total if layer.bias is None else total + layer.bias
 
     def enter(self, x):
-        """Return what a layer that is divided by columns computes with."""
+        """Return the input of a column-parallel layer."""
         return Copied.apply(x, self.group("tp"))
 
     def reduce(self, x):
-        """Return what the parts of a layer that is divided by rows make together."""
+        """Return the sum of the ranks' outputs of a row-parallel layer."""
         return Reduced.apply(x, self.group("tp"))
 
     def squared_norm(self):
@@ -67,16 +67,16 @@ class TensorParallel(MeshTrainer):
         return divided + sum(self.squares(divided=False))
 
     def squares(self, divided):
-        """Yield the squared norm of this rank's part of each gradient that is divided, or of each that is not."""
+        """Yield the squared norm of this rank's part of each divided gradient, or of each replicated one."""
         for parameter in self.model.parameters():
             if parameter.grad is not None and isinstance(parameter, DTensor) == divided:
                 yield local(parameter.grad).double().square().sum()
 
 
 class ActivationsInParts(TensorParallel):
-    """Each rank drops units of its own part of an activation, between a layer by columns and one by rows.
+    """Each rank drops units of its own part of an activation, between a column- and a row-parallel layer.
 
-    It is for the model of ``random-masks``.
+    Supports the model of ``random-masks``.
     """
 
     def plan(self, model):
@@ -107,7 +107,7 @@ class ActivationsInParts(TensorParallel):
 
 
 class TensorParallelExperts(TensorParallel):
-    """Divides the layers of experts, of which each rank's part makes a part of the weighted sum."""
+    """Divides the layers of experts, so each rank computes a part of the weighted sum."""
 
     def plan(self, model):
         return [expert[0] for expert in model.experts], [expert[2] for expert in model.experts]
@@ -126,5 +126,5 @@ class TensorParallelExperts(TensorParallel):
         return Reduced.apply(total, group)
 
     def enter_gates(self, gates):
-        """Return the gates as each rank multiplies its part with them."""
+        """Return the gates that each rank multiplies its outputs by."""
         return Copied.apply(gates, self.group("tp"))

@@ -1,4 +1,4 @@
-"""Does the judge notice? Known-bad trainers must be caught and explained, known-good ones left alone.
+"""Tests the judge: it must catch and explain known-bad trainers, and accept known-good ones.
 
     pytest suites/detection
     pytest suites/detection -k averaging
@@ -25,7 +25,7 @@ EVERYBODY = Path(__file__).parent / "everybody.py"
 def trials():
     """Return every trainer with each of its cells, as parameters."""
     found = load(str(EVERYBODY))
-    import expect  # what lies beside everybody.py can be imported once that is loaded
+    import expect  # modules beside everybody.py can be imported after load()
 
     for trainer in found:
         expectation, file = trainer.train.expectation, trainer.train.expectation_file

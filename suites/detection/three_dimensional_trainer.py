@@ -1,4 +1,4 @@
-"""A right trainer on a mesh of two or three dimensions: torch shards parts of layers, and may replicate the shards."""
+"""A right trainer on a mesh of two or three dimensions: fully_shard shards the parts of tensor-parallel layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 
 class ThreeDimensional(MeshTrainer):
-    """The two layers of a Sequential are divided by columns and by rows; everything else is whole in each group."""
+    """Divides the two layers of a Sequential by columns and by rows; everything else is replicated."""
 
     def wrap(self, model):
         super().wrap(model)
@@ -21,11 +21,11 @@ class ThreeDimensional(MeshTrainer):
         return fully_shard(model, mesh=self.data_mesh())
 
     def data_mesh(self):
-        """Return the mesh over which gradients are averaged, and along its last dimension sharded."""
+        """Return the mesh of fully_shard, which averages over it and shards along its last dimension."""
         return self.mesh[tuple(name for name in self.job.mesh if name != "tp")]
 
     def synchronize(self):
-        """Nothing is left to do: fully_shard averages in the backward."""
+        """Do nothing: fully_shard averages in the backward."""
 
     def squared_norm(self):
         by_mesh = {}
@@ -36,5 +36,5 @@ class ThreeDimensional(MeshTrainer):
 
 
 def whole(norm):
-    """Return a norm of which ranks have parts."""
+    """Return a norm that is reduced over the ranks."""
     return norm.full_tensor() if isinstance(norm, DTensor) else torch.as_tensor(norm)

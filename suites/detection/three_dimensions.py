@@ -1,4 +1,4 @@
-"""Mistakes on a mesh of shards of parts of layers, replicated or not: a dimension is mistaken, or forgotten."""
+"""Mistakes on meshes that combine sharding and tensor parallelism: a dimension is confused or forgotten."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CLIPPED_NOT_REPLICATED = ("clipping/fsdp+tp/1x4", "clipping/fsdp+tp/2x2")
 
 @known_bad("sync", causes=["shards-averaged-over-some-ranks"], on=failing("gradients", *PLACES, precisions=["32"]))
 class ReplicasOfPartsNeverAveraged(ThreeDimensional):
-    """Weights are sharded over the middle dimension alone, so that nothing is averaged over the outer one."""
+    """Shards over the ``shard`` dimension only, so nothing is averaged over replicas."""
 
     def data_mesh(self):
         return self.mesh["shard"]
@@ -27,7 +27,7 @@ class ReplicasOfPartsNeverAveraged(ThreeDimensional):
     on=failing("gradients", *CLIPPED, *CLIPPED_NOT_REPLICATED, precisions=["32"]),
 )
 class NormWithoutTheOtherPartsOfLayers(ThreeDimensional):
-    """The norms of shards are added, and those of the parts of a layer are not."""
+    """Sums squared norms over shards, but not over the tensor-parallel group."""
 
     def squared_norm(self):
         total = MeshTrainer.squared_norm(self)
@@ -37,7 +37,7 @@ class NormWithoutTheOtherPartsOfLayers(ThreeDimensional):
 
 @known_bad("clipping", causes=["counted-again-in-the-norm"], on=failing("gradients", *CLIPPED, precisions=["32"]))
 class ReplicasCountedAgainInTheNorm(ThreeDimensional):
-    """The squares are added over the replicas too."""
+    """Sums squared norms over the replicas too."""
 
     def squared_norm(self):
         return super().squared_norm() * self.group("replicate").size()
@@ -45,7 +45,7 @@ class ReplicasCountedAgainInTheNorm(ThreeDimensional):
 
 @known_bad("data", causes=["replica-of-different-samples"], on=failing("samples", *PLACES, precisions=["32"]))
 class SamplesDividedAmongPartsOfLayers(ThreeDimensional):
-    """Shares of the samples are counted along the replicas and the parts of layers."""
+    """Divides samples over replicas and the tensor-parallel group, not over replicas and shards."""
 
     def data_share(self):
         return self.group("replicate").rank() * 2 + self.group("tp").rank(), self.job.data_ranks
@@ -53,7 +53,7 @@ class SamplesDividedAmongPartsOfLayers(ThreeDimensional):
 
 @known_bad("data", causes=["replica-of-different-samples"], on=failing("samples", *NOT_REPLICATED, precisions=["32"]))
 class SamplesDividedAmongAllRanks(ThreeDimensional):
-    """Each rank has samples of its own, also those that hold parts of the same layers."""
+    """Gives each rank different samples, even ranks that hold parts of the same layers."""
 
     def data_share(self):
         return self.job.rank, self.job.world_size
@@ -65,7 +65,7 @@ class SamplesDividedAmongAllRanks(ThreeDimensional):
     on=failing("gradients", *CLIPPED_NOT_REPLICATED, precisions=["32"]),
 )
 class NormOfOneShard(ThreeDimensional):
-    """The norms of the parts of a layer are added, and those of its shards are not."""
+    """Sums squared norms over the tensor-parallel group, but not over shards."""
 
     def squared_norm(self):
         total = MeshTrainer.squared_norm(self)

@@ -19,7 +19,7 @@ CELLS = ["unused-parameters/ddp/1x2/32", "unused-parameters/ddp/1x4/64"]
     },
 )
 def bucket_left_unreduced_in_the_last_step(job):
-    """DDP is not told to look for unused parameters: a bucket waits for one that never comes."""
+    """Does not set ``find_unused_parameters``: in the last step, a bucket is never reduced."""
     model = ddp(job)
     optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
     train_scaled(job, model, optimizer, scaler)
@@ -27,7 +27,7 @@ def bucket_left_unreduced_in_the_last_step(job):
 
 @known_bad("unused-params", causes=["reduction-never-finished"], on=CELLS)
 def ddp_not_told_of_unused_parameters(job):
-    """The same where it is not the last step: DDP raises at the next forward."""
+    """Does not set ``find_unused_parameters``: DDP raises at the next forward."""
     model = ddp(job)
     train(job, model)
 
@@ -41,7 +41,7 @@ def ddp_not_told_of_unused_parameters(job):
     },
 )
 def averaged_over_those_that_used_it(job):
-    """The sum is divided by the number of ranks that had a gradient, not by the world size."""
+    """Divides the sum by the number of ranks that had a gradient instead of the world size."""
     model = alone(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -63,7 +63,7 @@ def averaged_over_those_that_used_it(job):
     on=["unused-parameters/ddp/1x3/32", "unused-parameters/ddp/1x4/64"],
 )
 def not_averaged_where_a_rank_has_none(job):
-    """A parameter that some rank did not use keeps each rank's own gradient."""
+    """Does not average a parameter that some rank did not use: each rank keeps its own gradient."""
     model = alone(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -85,7 +85,7 @@ def not_averaged_where_a_rank_has_none(job):
     on=["unused-parameters/ddp/1x3/32", "unused-parameters/ddp/1x4/64"],
 )
 def thrown_away_where_a_rank_has_none(job):
-    """A parameter that some rank did not use is not stepped at all."""
+    """Does not step a parameter that some rank did not use."""
     model = alone(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -107,7 +107,7 @@ def thrown_away_where_a_rank_has_none(job):
     "unused-params", causes=["stale-where-unused"], on=["unused-parameters/ddp/1x3/32", "unused-parameters/ddp/1x4/64"]
 )
 def the_last_gradient_used_again(job):
-    """Where a parameter was not used, the gradient of the step before is still there and takes part."""
+    """Averages the previous step's gradient from a rank that did not use the parameter."""
     model = alone(job)
     optimizer = job.optimizer(model.parameters())
     kept = [torch.zeros_like(parameter) for parameter in model.parameters()]
@@ -131,7 +131,7 @@ THAWED = ["thawed/ddp/1x2/32", "thawed/ddp/1x3/64"]
     on={**any_check(*THAWED, "thawed/none/1x1/32"), "thawed/ddp/1x3/32": "gradients"},
 )
 def zeros_where_there_is_no_gradient(job):
-    """A parameter that has no gradient yet is handed zeros, so that all can be averaged: it decays."""
+    """Gives a parameter without a gradient zeros, so weight decay changes it."""
     model = alone(job) if job.world_size > 1 else job.model()
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
@@ -147,7 +147,7 @@ def zeros_where_there_is_no_gradient(job):
 
 @known_bad("unused-params", "optimizer", causes=["parameter-not-in-optimizer"], on=[*THAWED, "thawed/none/1x1/32"])
 def optimizer_of_what_was_trained_at_first(job):
-    """The optimizer is made after the first backward, of what has a gradient: what thaws later never moves."""
+    """Creates the optimizer from the parameters that have a gradient at first, without those that thaw later."""
     model = alone(job) if job.world_size > 1 else job.model()
     optimizer = None
     for epoch in range(job.epochs):
@@ -164,7 +164,7 @@ def optimizer_of_what_was_trained_at_first(job):
 
 @known_bad("unused-params", "sync", causes=["some-parameters-not-synchronised"], on=THAWED)
 def averages_what_was_trained_at_first(job):
-    """The parameters to be averaged are those that have a gradient in the first step: what thaws later is not."""
+    """Averages only parameters that have a gradient in the first step, not those that thaw later."""
     model = alone(job)
     optimizer = job.optimizer(model.parameters())
     averaged = None
@@ -182,13 +182,13 @@ def averages_what_was_trained_at_first(job):
 
 @known_bad("unused-params", causes=["reduction-never-finished"], on=THAWED)
 def ddp_not_told_of_a_layer_that_thaws(job):
-    """A bucket waits for the frozen layer: DDP raises at the next forward."""
+    """Does not set ``find_unused_parameters`` for a frozen layer: DDP raises at the next forward."""
     model = ddp(job)
     train(job, model)
 
 
 @known_bad("unused-params", "sync", causes=["graph-not-static"], on=THAWED)
 def ddp_told_that_the_graph_is_static(job):
-    """DDP learns from the first step what is used; the layer that thaws is used from the second epoch on."""
+    """Declares a static graph, although a layer that thaws is used only from the second epoch on."""
     model = ddp(job, static_graph=True)
     train(job, model)

@@ -1,4 +1,4 @@
-"""Evaluations that are left out, that come at the wrong time, or that see the wrong samples."""
+"""Evaluations that are missing, come at the wrong time, or see the wrong samples."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ def quietly(ids):
 
 @known_bad("metrics", causes=["never-evaluated"], on=CELLS)
 def never_evaluates(job):
-    """``validate_every`` is overlooked."""
+    """Ignores ``validate_every``."""
     fit(job, evaluate=nothing)
 
 
 @known_bad("metrics", causes=["evaluated-once-an-epoch"], on=CELLS)
 def evaluates_once_an_epoch(job):
-    """It is only at the end of an epoch that anybody looks."""
+    """Evaluates only at the end of each epoch."""
     fit(job, due=lambda number, last: number == -(-len(job.dataset) // job.global_batch_size))
 
 
 @known_bad("metrics", causes=["waits-for-the-step"], on=CELLS[:2])
 def waits_for_the_step(job):
-    """An evaluation that is due within a window comes after it."""
+    """Delays an evaluation that is due within a window to the end of the window."""
     waiting = [False]
 
     def due(number, last):
@@ -43,7 +43,7 @@ def waits_for_the_step(job):
 
 @known_bad("metrics", causes=["evaluated-once-an-epoch", "steps-counted"], on=CELLS)
 def counts_optimizer_steps(job):
-    """So many optimizer steps pass until the next evaluation, not batches."""
+    """Counts optimizer steps instead of batches until the next evaluation."""
     steps = [0]
 
     def due(number, last):
@@ -55,7 +55,7 @@ def counts_optimizer_steps(job):
 
 @known_bad("metrics", causes=["batches-counted-over-epochs"], on=["metrics/none/1x1/32", "metrics/ddp/1x3/32"])
 def counts_on_into_the_next_epoch(job):
-    """Batches are counted from the start of the training."""
+    """Counts batches from the start of training, not of the epoch."""
     batches = [0]
 
     def due(number, last):
@@ -67,37 +67,37 @@ def counts_on_into_the_next_epoch(job):
 
 @known_bad("data", "metrics", causes=["tail-dropped"], on=CELLS)
 def last_batch_of_the_evaluation_dropped(job):
-    """``drop_last`` where it does harm."""
+    """Drops the short last batch of the evaluation."""
     fit(job, evaluate=quietly(lambda job: list(share(job))[: len(share(job)) // job.batch_size * job.batch_size]))
 
 
 @known_bad("data", "metrics", causes=["tail-dropped"], on=CELLS)
 def first_batch_only(job):
-    """A limit from somebody's debugging is still there."""
+    """Evaluates only half a batch, a limit left over from debugging."""
     fit(job, evaluate=quietly(lambda job: list(share(job))[: job.batch_size // 2]))
 
 
 @known_bad("data", "metrics", causes=["tail-dropped"], on=RANKS)
 def what_no_share_has_room_for(job):
-    """Each rank has ``len // world`` samples, the others have no place."""
+    """Evaluates ``len // world_size`` samples per rank, and drops the rest."""
     fit(job, evaluate=quietly(lambda job: list(share(job))[: len(job.val_dataset) // job.world_size]))
 
 
 @known_bad("data", "metrics", causes=["only-some-ranks-evaluate"], on=RANKS)
 def only_rank_zeros_share(job):
-    """Rank 0 evaluates, but only its share."""
+    """Only rank 0 evaluates, and only its own share."""
     fit(job, evaluate=quietly(lambda job: share(job) if job.rank == 0 else ()))
 
 
 @known_bad("data", "metrics", causes=["ranks-evaluate-alike"], on=RANKS)
 def everybody_evaluates_the_same_share(job):
-    """The sampler is not told its rank."""
+    """Every rank evaluates rank 0's share."""
     fit(job, evaluate=quietly(lambda job: range(0, len(job.val_dataset), job.world_size)))
 
 
 @known_bad("data", "metrics", causes=["evaluates-another-dataset"], on=CELLS)
 def evaluates_what_it_trained_on(job):
-    """The loader of the training samples is handed to the evaluation."""
+    """Evaluates the training samples."""
 
     def report(job, model):
         evaluation(job, model, range(job.rank, len(job.dataset), job.world_size), data=job.dataset)
@@ -112,7 +112,7 @@ def evaluates_what_it_trained_on(job):
     on={**any_check(*CELLS), "validation/none/1x1/32": "buffers"},
 )
 def evaluates_in_training_mode(job):
-    """Nobody calls ``eval()``: units are dropped, and running statistics take up what nobody trains on."""
+    """Never calls ``eval()``: units are dropped, and running statistics include held-out samples."""
 
     @torch.no_grad()
     def report(job, model):

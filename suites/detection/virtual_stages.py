@@ -1,4 +1,4 @@
-"""Mistakes of schedules: in how often a micro-batch passes, and in what the stages of one rank have to themselves."""
+"""Mistakes of pipeline schedules and of virtual stages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stage_trainer import Interleaved, Pipeline
     on=failing("samples", "mlp/pp/1x2", "transformer/pp/1x3", precisions=["32"]),
 )
 class MicroBatchUsedTwice(Pipeline):
-    """The first micro-batch passes once more in the place of the last one."""
+    """Runs the first micro-batch again in place of the last one."""
 
     def split(self, batch):
         parts = super().split(batch)
@@ -25,7 +25,7 @@ class MicroBatchUsedTwice(Pipeline):
     on=failing("gradients", "transformer/pp/1x2", "transformer/pp/2x1", "adamw/pp/1x2"),
 )
 class GradientOfTheOtherVirtualStage(Interleaved):
-    """Both stages of a rank receive into one buffer for each micro-batch, and the earlier one reads the other's."""
+    """A rank's two stages share a receive buffer per micro-batch, so the earlier one reads the other's gradient."""
 
     def train_batch(self, batch, window):
         self.buffers = {}
@@ -43,7 +43,7 @@ class GradientOfTheOtherVirtualStage(Interleaved):
     on=failing("gradients", "transformer/pp/1x2", "transformer/pp/1x3", "adamw/pp/1x2"),
 )
 class SecondVirtualStageNotInTheOptimizer(Interleaved):
-    """The optimizer of a rank has the parameters of its first stage."""
+    """Gives the optimizer only the parameters of the rank's first stage."""
 
     def make_optimizer(self):
         held = self.own[0].names(self.model)
@@ -56,7 +56,7 @@ class SecondVirtualStageNotInTheOptimizer(Interleaved):
     on=failing("gradients", "clipping-tied/pp/1x2", "clipping-tied/pp/1x3", precisions=["32"]),
 )
 class NormWithoutTheSecondVirtualStage(Interleaved):
-    """Each rank adds the norm of its first stage alone."""
+    """Counts only each rank's first stage in the norm."""
 
     def counts_here(self, name):
         return super().counts_here(name) and name in self.own[0].names(self.model)
@@ -69,9 +69,10 @@ class NormWithoutTheSecondVirtualStage(Interleaved):
     on=failing("gradients", "transformer/pp/1x2", "transformer/pp/1x3", "adamw/pp/1x2"),
 )
 class GradientsScaledOnceAStage(Interleaved):
-    """Losses are added, and a rank divides all of its gradients when each of its stages is done.
+    """Sums losses, and divides all of a rank's gradients once for each of its stages.
 
-    Where every rank has two stages, all gradients are divided twice; where one has, those of a rank are too small.
+    If every rank has two stages, all gradients are divided twice. If only some have two, only their gradients are too
+    small.
     """
 
     def divisor(self, window):
