@@ -1,6 +1,6 @@
-"""Accelerate 1.15.0: gather_for_metrics cuts the last batch of a batch sampler that drops what is left over.
+"""Accelerate 1.15.0: gather_for_metrics truncates the last batch although the batch sampler drops the remainder.
 
-Run by torchrun --nproc_per_node 2, it prints that of four gathered samples one is kept.
+Run with torchrun --nproc_per_node 2. Prints that one of four gathered samples is kept.
 """
 
 import accelerate

@@ -1,7 +1,7 @@
-"""Accelerate 1.15.0: a training resumed within an epoch skips batches of another order.
+"""Accelerate 1.15.0: training that resumes within an epoch skips batches of another order.
 
-Run by torchrun --nproc_per_node 2, it prints for the training that goes on in epoch 1, as the checkpointing guide
-shows, another batch 1 than without a break.
+Run with torchrun --nproc_per_node 2. Training resumes in epoch 1 as the checkpointing guide shows. It prints another
+batch 1 than the uninterrupted training.
 """
 
 import tempfile
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 accelerator = Accelerator(cpu=True)
 folder, rank = broadcast_object_list([tempfile.mkdtemp()])[0], accelerator.process_index
 for resumed in (False, True):
-    accelerator.free_memory()  # forget what was prepared
+    accelerator.free_memory()  # forget prepared objects
     set_seed(7)
     samples = DataLoader(torch.arange(8.0), batch_size=2, shuffle=True)
     model, loader = accelerator.prepare(torch.nn.Linear(1, 1), samples)

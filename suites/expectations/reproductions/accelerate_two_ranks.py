@@ -1,7 +1,7 @@
-"""Accelerate 1.15.0: a prepared schedule is stepped once a rank; the last batch is filled up.
+"""Accelerate 1.15.0: a prepared schedule is stepped once per rank, and the last batch is filled up.
 
-Run by torchrun --nproc_per_node 2, it prints a rate that is a quarter of the last, not a half, and in the second
-batch, which has one sample left, samples of the first one.
+Run with torchrun --nproc_per_node 2. In the second batch, it prints a rate that is a quarter of the last, not a half.
+One sample is left for this batch; samples of the first batch fill it up.
 """
 
 import accelerate

@@ -1,6 +1,6 @@
 """AIToolbox 1.8.0: the last window of an epoch is divided by grad_accumulation, not by its own length.
 
-Prints a gradient of 1.0000 after batch 2, which is right, and of 0.6667 after batch 4, where it is 1 as well.
+Prints a gradient of 1.0000 after batch 2, which is right, and of 0.6667 after batch 4, which should also be 1.
 """
 
 from importlib.metadata import version

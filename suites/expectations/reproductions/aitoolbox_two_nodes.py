@@ -1,6 +1,7 @@
 """AIToolbox 1.8.0: with ddp every node starts the ranks of all nodes, and all ranks draw the same random numbers.
 
-Node 0 of two, a rank each, does not wait for node 1: it starts rank 1 as well, and both print the same number.
+There are two nodes with a rank each. Node 0 does not wait for node 1: it starts rank 1 as well, and both print the same
+number.
 """
 
 from importlib.metadata import version
@@ -22,7 +23,7 @@ class _Model(TTModel):
 
 
 if __name__ == "__main__":
-    print("aitoolbox", version("aitoolbox"), "- node 0 of 2, with 1 rank, and nobody starts node 1")
+    print("aitoolbox", version("aitoolbox"), "- node 0 of 2, with 1 rank; node 1 is not started")
     model, loader = _Model(), torch.utils.data.DataLoader(torch.ones(2, 1))
     model.weight = torch.nn.Parameter(torch.zeros(1))
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,6 +1,6 @@
-"""DeepSpeed 0.19.8: a parameter that no loss depends on is handed a gradient of zeros, and weight decay moves it.
+"""DeepSpeed 0.19.8: a parameter that no loss depends on gets a gradient of zeros, so weight decay changes it.
 
-Run by torchrun --nproc_per_node 1, it prints 0.95 for the weight that is not used; in a loop of one's own it is 1.
+Run with torchrun --nproc_per_node 1. Prints 0.95 for the unused weight; in a hand-written loop it stays 1.
 """
 
 import sys
@@ -8,7 +8,7 @@ import sys
 import deepspeed
 import torch
 
-sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # else it compiles a kernel
+sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # prevents compiling a kernel
 deepspeed.init_distributed("gloo")
 model = torch.nn.ModuleDict({name: torch.nn.Linear(1, 1, bias=False) for name in ("used", "unused")})
 model.forward = model["used"].forward

@@ -1,7 +1,7 @@
-"""DeepSpeed 0.19.8: in a pipeline without ZeRO all stages clip their gradients by the norm of the first one's.
+"""DeepSpeed 0.19.8: in a pipeline without ZeRO, all stages clip their gradients by the first stage's norm.
 
-Run by torchrun --nproc_per_node 2, it prints a gradient of 1 on rank 0 and 0.5 on rank 1. They are 4 and 2 before they
-are clipped, so the norm is the root of 20, and with a limit of 1 they should be 0.8944 and 0.4472.
+Run with torchrun --nproc_per_node 2. Prints a gradient of 1 on rank 0 and 0.5 on rank 1. Before clipping, the gradients
+are 4 and 2, so the norm is the root of 20. With a limit of 1, they should be 0.8944 and 0.4472.
 """
 
 import sys
@@ -10,7 +10,7 @@ import deepspeed
 import torch
 from deepspeed.pipe import PipelineModule
 
-sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # else it compiles a kernel
+sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # prevents compiling a kernel
 deepspeed.init_distributed("gloo")
 layers = [torch.nn.Linear(1, 1, bias=False) for _ in range(2)]
 for layer, weight in zip(layers, (1.0, 2.0), strict=True):

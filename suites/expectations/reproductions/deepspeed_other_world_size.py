@@ -1,7 +1,7 @@
-"""DeepSpeed 0.19.8: what ZeRO saved on two ranks it does not load on another number of them.
+"""DeepSpeed 0.19.8: a ZeRO checkpoint of two ranks cannot be loaded on another number of ranks.
 
-Run by torchrun --nproc_per_node 2 and then, with the same folder as its argument, by torchrun --nproc_per_node 3, it
-raises ZeRORuntimeException the second time.
+Run with torchrun --nproc_per_node 2, and then with torchrun --nproc_per_node 3 and the same folder as its argument. The
+second run raises ZeRORuntimeException.
 """
 
 import sys
@@ -9,7 +9,7 @@ import sys
 import deepspeed
 import torch
 
-sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # else it compiles a kernel
+sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # prevents compiling a kernel
 deepspeed.init_distributed("gloo")
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,7 +1,7 @@
-"""DeepSpeed 0.19.8: with torch_autocast in float16 there are two loss scales, and a step asks the wrong one of them.
+"""DeepSpeed 0.19.8: torch_autocast in float16 has two loss scales, and a step uses the wrong one.
 
-Run by torchrun --nproc_per_node 2 with a new folder as its argument, it prints six consequences. The loss is multiplied
-by the scale of a torch.amp.GradScaler, 65536 at first; the scale that DeepSpeed itself knows is 1.
+Run with torchrun --nproc_per_node 2 and a new folder as its argument. Prints six consequences. The loss is multiplied
+by the scale of a torch.amp.GradScaler, initially 65536; the scale that DeepSpeed itself uses is 1.
 """
 
 import sys
@@ -9,12 +9,12 @@ import sys
 import deepspeed
 import torch
 
-sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # else it compiles a kernel
+sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # prevents compiling a kernel
 deepspeed.init_distributed("gloo")
 
 
 def train(stage, inputs, layers=1, growth_interval=2000, **settings):
-    """Train on inputs, of which 6.0 overflows; return the engine, its scales, what was stepped with, rounded biases."""
+    """Train on inputs, of which 6.0 overflows; return the engine, scales, gradient norms at steps, rounded biases."""
     model = torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(layers))
     model.forward = lambda x: sum(layer(x).float() for layer in model) / 4
     torch.nn.init.constant_(model[0].bias, 0.1)

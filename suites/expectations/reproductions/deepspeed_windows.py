@@ -1,7 +1,7 @@
-"""DeepSpeed 0.19.8: micro-batches are counted on from one epoch into the next, and the last window is never stepped.
+"""DeepSpeed 0.19.8: micro-batches are counted across epochs, and the last window is never stepped.
 
-Run by torchrun --nproc_per_node 1, it prints 1 step after 5 batches and 3 after 10, not 2 and 4; the gradient of the
-second step, the last two batches of one epoch and the first of the next, is 1 as well.
+Run with torchrun --nproc_per_node 1. Prints 1 step after 5 batches and 3 after 10, instead of 2 and 4. The second step
+uses the last two batches of one epoch and the first of the next; its gradient is also 1.
 """
 
 import sys
@@ -9,7 +9,7 @@ import sys
 import deepspeed
 import torch
 
-sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # else it compiles a kernel
+sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # prevents compiling a kernel
 deepspeed.init_distributed("gloo")
 model = torch.nn.Linear(1, 1, bias=False)
 settings = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 3, "gradient_clipping": 0.0}

@@ -1,6 +1,6 @@
-"""Fabric 2.6.6: with precision="64-true" the outputs of a float64 model come back as float32, and so does the loss.
+"""Fabric 2.6.6: with precision="64-true", a float64 model's outputs are cast to float32, and so is the loss.
 
-Prints a relative error of the gradient of about 1e-8, where float64's is about 1e-16.
+Prints a relative error of the gradient of about 1e-8; in float64, it is about 1e-16.
 """
 
 import lightning

@@ -1,6 +1,6 @@
-"""Fabric 2.6.6, two ranks with FSDP2: each rank's BatchNorm goes on with statistics of its own samples.
+"""Fabric 2.6.6, two ranks with FSDP2: each rank's BatchNorm keeps statistics of its own samples.
 
-Prints with which running mean each forward begins: with ``strategy="ddp"`` it is 0 and then 0.2 on both ranks.
+Prints the running mean at the start of each forward. With ``strategy="ddp"``, it is 0 and then 0.2 on both ranks.
 """
 
 import lightning

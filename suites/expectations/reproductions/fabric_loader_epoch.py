@@ -1,7 +1,7 @@
-"""Fabric 2.6.6: the first iteration of a loader has the order of epoch 0, whatever epoch its sampler was set to.
+"""Fabric 2.6.6: the first iteration of a loader has the order of epoch 0, even if its sampler is set to another epoch.
 
-It prints the samples of epochs 0 and 1 of one loader, and those of another whose sampler is set to epoch 1, as a
-resumed training does: they are those of epoch 0.
+Prints the samples of epochs 0 and 1 of one loader. It then sets another loader's sampler to epoch 1, as a resumed
+training does, and prints its samples: they are those of epoch 0.
 """
 
 import lightning

@@ -1,6 +1,6 @@
-"""Fabric 2.6.6, float16: of two optimizers that step after one backward, the second one has a doubled gradient.
+"""Fabric 2.6.6, float16: if two optimizers step after one backward, the second one's gradient is doubled.
 
-The first one's gradient is infinite: the GradScaler lowers its scale before the second one's is divided by it.
+The first one's gradient is infinite, so the GradScaler lowers its scale before the second one's gradient is unscaled.
 """
 
 import lightning

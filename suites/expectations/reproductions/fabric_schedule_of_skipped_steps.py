@@ -1,7 +1,7 @@
-"""Fabric 2.6.6: in float16, nothing that its optimizer returns or has tells a loop that the step was skipped.
+"""Fabric 2.6.6: in float16, the optimizer does not show a loop that its step was skipped.
 
-Prints the same answers for a step that was taken and for one that was skipped, whose gradient is infinite; a loop that
-steps its schedule after each of them halves the rate twice.
+Prints the same return value for a step that was taken and for one that was skipped because its gradient is infinite. A
+loop that steps its scheduler after each of them halves the rate twice.
 """
 
 import lightning

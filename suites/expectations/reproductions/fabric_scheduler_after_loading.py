@@ -1,7 +1,7 @@
-"""Fabric 2.6.6, ModelParallelStrategy: a scheduler that is loaded stays as it was, and its entry becomes a dict.
+"""Fabric 2.6.6, ModelParallelStrategy: loading does not change a scheduler, and replaces its entry by a dict.
 
-Prints how many steps the schedule has counted: after one step 1, and in a new training, which loads that, 1 with
-``strategy="ddp"`` and 0 here.
+Prints how many steps the scheduler has counted: 1 after one step. A new training loads this state, and prints 0; with
+``strategy="ddp"``, it prints 1.
 """
 
 import tempfile

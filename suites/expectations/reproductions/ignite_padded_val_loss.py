@@ -1,7 +1,7 @@
 """Ignite 0.5.5, two ranks: a loss over auto_dataloader counts the samples that fill up the ranks' shares.
 
-Run by torchrun --nproc_per_node 2, it prints 2.5 for samples with losses 4, 1 and 1, of which the first fills up the
-second rank's share.
+Run with torchrun --nproc_per_node 2. Prints 2.5 for samples with losses 4, 1 and 1; the first one fills up the second
+rank's share.
 """
 
 import ignite

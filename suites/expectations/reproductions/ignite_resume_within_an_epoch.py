@@ -1,7 +1,7 @@
-"""Ignite 0.5.5: resumed within an epoch on one device, a deterministic engine draws another order, without workers.
+"""Ignite 0.5.5: resumed within an epoch on one device without workers, a deterministic engine draws another order.
 
-Prints for the training that goes on after iteration 5, in the middle of epoch 2, other samples than without a break. A
-loader with a worker draws the same: it draws the indices of its first batches at once.
+Training resumes after iteration 5, in the middle of epoch 2. It prints other samples than the uninterrupted training. A
+loader with a worker draws the same samples, because it draws the indices of its first batches at once.
 """
 
 import ignite

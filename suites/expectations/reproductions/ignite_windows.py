@@ -1,6 +1,6 @@
-"""Ignite 0.5.5: micro-batches are counted on from one epoch into the next, and the last window is never stepped.
+"""Ignite 0.5.5: micro-batches are counted across epochs, and the last window is never stepped.
 
-Prints steps after iterations 3, 6 and 9, where they are due after 3, 5, 8 and 10, and at the end a gradient unused.
+Prints steps after iterations 3, 6 and 9 instead of 3, 5, 8 and 10, and an unused gradient at the end.
 """
 
 import ignite

@@ -1,6 +1,6 @@
-"""Lightning 2.6.6, ddp: shuffle=False is shuffled all the same; after seed_everything all ranks draw equal numbers.
+"""Lightning 2.6.6, ddp: shuffles despite shuffle=False, and all ranks draw the same numbers after seed_everything.
 
-Prints for each rank samples that are not the first ones in order, and the same random numbers for both.
+Prints, for each rank, samples that are not in the dataset's order, and the same random numbers on both ranks.
 """
 
 import lightning

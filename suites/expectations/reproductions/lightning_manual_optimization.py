@@ -1,6 +1,6 @@
-"""Lightning 2.6.6, two ranks, manual optimization: DDP broadcasts buffers before the first forward alone.
+"""Lightning 2.6.6, two ranks, manual optimization: DDP broadcasts buffers only before the first forward.
 
-Prints with which running mean each forward begins; with automatic optimization it is 0, 0.2 and 0.38 on both ranks.
+Prints the running mean at the start of each forward. With automatic optimization, it is 0, 0.2 and 0.38 on both ranks.
 """
 
 import lightning

@@ -1,6 +1,6 @@
 """Lightning 2.6.6, ddp: a validation loss logged with sync_dist=True counts the samples that pad the ranks' shares.
 
-Prints 2.5 for samples with losses 4, 1 and 1, of which the first fills up the second rank's share.
+Prints 2.5 for samples with losses 4, 1 and 1; the first one fills up the second rank's share.
 """
 
 import lightning

@@ -1,7 +1,7 @@
-"""Lightning 2.6.6, one device: a training that validates, resumed with the same seed, draws another order of samples.
+"""Lightning 2.6.6, one device: a training that validates draws another order when it resumes with the same seed.
 
-Prints the samples of the training that is stopped after step 1, and of the one resumed: without validation it begins
-the epoch again, in the same order.
+Prints the samples of a training that stops after step 1, and those of the resumed one. Without validation, the resumed
+training starts the epoch again, in the same order.
 """
 
 import tempfile

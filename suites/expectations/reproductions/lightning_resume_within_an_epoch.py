@@ -1,6 +1,6 @@
-"""Lightning 2.6.6: a training resumed within an epoch begins that epoch's samples again.
+"""Lightning 2.6.6: training that resumes within an epoch starts that epoch's samples again.
 
-Prints samples 0 to 3 for the training that is stopped after step 4, and 0 and 1, not 4 and 5, for the one resumed.
+Prints samples 0 to 3 for the training that stops after step 4. The resumed one prints 0 and 1 instead of 4 and 5.
 """
 
 import tempfile

@@ -1,6 +1,6 @@
-"""Lightning 2.6.6: in float16, a step that the GradScaler skipped moves the learning-rate schedule on.
+"""Lightning 2.6.6: in float16, the learning-rate schedule advances even if the GradScaler skips the step.
 
-Prints after the second batch, whose gradient is infinite, the weight it had before, and half the rate it had before.
+The second batch has an infinite gradient. After it, the weight is unchanged, but the rate is halved.
 """
 
 import lightning

@@ -1,6 +1,6 @@
 """Lightning 2.6.6: the last window of an epoch is divided by accumulate_grad_batches, not by its own length.
 
-Prints a gradient of 1.0000 after batch 2, which is right, and of 0.6667 after batch 4, where it is 1 as well.
+Prints a gradient of 1.0000 after batch 2, which is right, and of 0.6667 after batch 4, which should also be 1.
 """
 
 import lightning

@@ -1,4 +1,4 @@
-"""Sentence Transformers 6.2.0: the training loss that is logged is a mean over optimizer steps, whatever each saw.
+"""Sentence Transformers 6.2.0: the logged training loss is a mean over optimizer steps, whatever their batch sizes.
 
 Prints 6 for batches with losses 1, 2, 3, 8, 12 in windows of 3 and 2, and 6 for 3, 4, 5 and 8 in batches of 3 and 1.
 """
@@ -15,7 +15,7 @@ class _Numbers(torch.nn.Linear):
     def preprocess(self, texts, **kwargs):
         return {"input_ids": torch.tensor([[float(text)] for text in texts])}
 
-    def forward(self, batch, _=None):  # as a loss it gets a list of the columns' features
+    def forward(self, batch, _=None):  # as a loss, it gets a list with each column's features
         return super().forward(batch[0]["input_ids"]).mean() * 0 + batch[0]["input_ids"].mean()
 
 

@@ -1,6 +1,6 @@
-"""Sentence Transformers 6.2.0 with transformers 5.23.0: every rank writes the model of a checkpoint, to the same files.
+"""Sentence Transformers 6.2.0 with transformers 5.23.0: every rank writes a checkpoint's model to the same files.
 
-Run by torchrun --nproc_per_node 2, it prints which ranks write: it should be rank 0 alone.
+Run with torchrun --nproc_per_node 2. Prints which ranks write; only rank 0 should.
 """
 
 import os
@@ -16,7 +16,7 @@ class _Numbers(torch.nn.Linear):
     def preprocess(self, texts, **kwargs):
         return {"input_ids": torch.tensor([[float(text)] for text in texts])}
 
-    def forward(self, batch, _=None):  # as a loss it gets a list of the columns' features
+    def forward(self, batch, _=None):  # as a loss, it gets a list with each column's features
         return super().forward(batch[0]["input_ids"]).mean()
 
     def save(self, path, *args, **kwargs):

@@ -1,6 +1,6 @@
-"""Sentence Transformers 6.2.0 on several ranks: what fills no batch is left out, and all draw equal random numbers.
+"""Sentence Transformers 6.2.0, several ranks: incomplete batches are dropped, and ranks draw the same random numbers.
 
-Run by torchrun --nproc_per_node 2 it trains on 4 of the 5 samples, evaluates 4, and of these counts the first rank's.
+Run with torchrun --nproc_per_node 2. Trains on 4 of the 5 samples. Evaluates 4, but counts only the first rank's.
 """
 
 import os
@@ -15,7 +15,7 @@ class _Numbers(torch.nn.Linear):
     def preprocess(self, texts, **kwargs):
         return {"input_ids": torch.tensor([[float(text)] for text in texts])}
 
-    def forward(self, batch, _=None):  # as a loss it gets a list of the columns' features
+    def forward(self, batch, _=None):  # as a loss, it gets a list with each column's features
         x = batch[0]["input_ids"]
         print(f"rank {os.environ['RANK']} training={model.training} {x.flatten().tolist()} {torch.rand(1).item():.4f}")
         return super().forward(x).mean() * 0 + x.mean()

@@ -1,6 +1,6 @@
-"""torch 2.14.1: on gloo, the backward of all_gather with a gradient mixes up gradients that arrive transposed.
+"""torch 2.14.1: on gloo, the backward of all_gather mixes up gradients that are transposed views.
 
-Run it with ``torchrun --standalone --nproc-per-node 2``. It prints an error of 0 for each rank if all is right.
+Run with ``torchrun --standalone --nproc-per-node 2``. Prints an error of 0 for each rank if all is right.
 """
 
 import torch

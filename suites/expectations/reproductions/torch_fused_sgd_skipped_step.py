@@ -1,6 +1,6 @@
-"""torch 2.13.0: fused SGD with momentum, whose first step the GradScaler skips, goes on with unwritten memory.
+"""torch 2.13.0: if the GradScaler skips the first step, fused SGD with momentum continues with uninitialised memory.
 
-Prints 0.9 for each implementation if all is right. Fused, it prints what some freed memory happened to hold.
+Prints 0.9 for each implementation if all is right. With the bug, fused SGD prints whatever was in freed memory.
 """
 
 import torch
@@ -13,7 +13,7 @@ for fused in (False, True):
     scaler.scale(torch.zeros(()))
     used = [torch.full((100_000,), 7e30) for _ in range(4)]
     weight.grad = torch.full_like(weight, torch.inf)
-    del used  # memory that the optimizer may get next
+    del used  # freed memory that the optimizer may get
     scaler.step(optimizer)
     scaler.update()
     weight.grad = torch.full_like(weight, scaler.get_scale())

@@ -1,6 +1,6 @@
-"""torch 2.7.1, two ranks over gloo: reduce_scatter is asked for the average, says nothing, and adds up.
+"""torch 2.7.1, two ranks over gloo: reduce_scatter silently returns the sum when asked for the average.
 
-Prints 3.0 for the average of 1 and 2, and gradients of fully_shard that are twice as long as DDP's. (torch 2.9: 1.5.)
+Prints 3.0 as the average of 1 and 2, and gradients of fully_shard that are twice as long as DDP's. (torch 2.9: 1.5.)
 """
 
 import os

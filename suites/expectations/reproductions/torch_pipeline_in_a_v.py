@@ -13,5 +13,5 @@ stages = [pipe.build_stage(number, torch.device("cpu")) for number in (rank, 3 -
 schedule = ScheduleZBVZeroBubble(stages, 4, loss_fn=nn.functional.mse_loss)
 try:
     schedule.step(*([x] if rank == 0 else []), target=x if rank == 0 else None)
-except RuntimeError as error:  # the stages of one rank send to each other while they are warmed up
+except RuntimeError as error:  # stages on the same rank send to each other during warm-up
     print(f"rank {rank}: {type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""An input that only a later stage takes does not get there. Run it with torchrun --nproc-per-node 2."""
+"""An input that only a later stage uses does not reach it. Run with torchrun --nproc-per-node 2."""
 
 import torch
 import torch.distributed as dist
@@ -7,14 +7,13 @@ from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
 
 
 class Scaled(nn.Module):
-    """Two layers; the second one's output is scaled by a column of the batch."""
+    """Two layers; a column of the batch scales the second one's output."""
 
     def __init__(self):
         super().__init__()
         self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x, scale):
-        """Return one row a sample."""
         return self.last(self.first(x)) * scale
 
 

@@ -1,4 +1,4 @@
-"""A traced pipeline loses what a model does under no_grad. Run it with python; no process group is needed."""
+"""A traced pipeline loses the operations that a model runs under no_grad. Run with python; needs no process group."""
 
 import torch
 from torch import nn
@@ -6,7 +6,7 @@ from torch.distributed.pipelining import SplitPoint, pipeline
 
 
 class Remembering(nn.Module):
-    """Two layers; a buffer has the first one's bias of the last forward."""
+    """Two layers; a buffer stores the first one's bias at the last forward."""
 
     def __init__(self):
         super().__init__()
@@ -14,7 +14,6 @@ class Remembering(nn.Module):
         self.register_buffer("latest", torch.zeros(4))
 
     def forward(self, x):
-        """Return one row a sample."""
         with torch.no_grad():
             self.latest.copy_(self.first.bias)
         return self.last(self.first(x))

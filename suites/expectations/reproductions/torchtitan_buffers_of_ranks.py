@@ -1,8 +1,8 @@
 """torchtitan 0.3.0: a checkpoint mixes the BatchNorm statistics of data-parallel ranks.
 
-Each rank has its own statistics, as in training. torchtitan gives them to torch.distributed.checkpoint as if they were
-alike, and that writes each buffer on the rank that has the fewest bytes to write. Run with
-`torchrun --nproc-per-node 2`, it prints on each rank what the ranks had, and what both have after loading.
+Each rank has its own statistics. torchtitan gives them to torch.distributed.checkpoint as if they were replicated, and
+that writes each buffer on the rank that has the fewest bytes to write. Run with `torchrun --nproc-per-node 2`. Prints
+what each rank had before saving, and what both have after loading.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import tempfile
 from unittest.mock import patch
 
 import torch
-import torch.testing._internal.distributed.fake_pg  # the backend of torchtitan's mesh dimensions of one rank
+import torch.testing._internal.distributed.fake_pg  # the backend for torchtitan's mesh dimensions of size 1
 
 with patch("torch._utils._get_available_device_type", lambda: "cpu"):
     from torchtitan.components.checkpointer import CheckpointManager

@@ -1,13 +1,13 @@
-"""torchtitan 0.3.0: data-parallel ranks draw the same random numbers, dropout masks among them.
+"""torchtitan 0.3.0: data-parallel ranks draw the same random numbers, including dropout masks.
 
-Prints on each of two ranks what dropout leaves of its own samples, as torchtitan's Trainer seeds the ranks; the masks
-are equal. Run it with `torchrun --nproc-per-node 2`.
+Run with `torchrun --nproc-per-node 2`. Seeds the ranks as torchtitan's Trainer does, and prints each rank's samples
+after dropout: the masks are equal.
 """
 
 from unittest.mock import patch
 
 import torch
-import torch.testing._internal.distributed.fake_pg  # the backend of torchtitan's mesh dimensions of one rank
+import torch.testing._internal.distributed.fake_pg  # the backend for torchtitan's mesh dimensions of size 1
 
 with patch("torch._utils._get_available_device_type", lambda: "cpu"):
     from torchtitan.config.configs import DebugConfig, ParallelismConfig

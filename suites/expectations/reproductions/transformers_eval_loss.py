@@ -1,7 +1,7 @@
-"""Transformers 5.23.0, two ranks: the evaluation's loss counts samples that fill up the last batch.
+"""Transformers 5.23.0, two ranks: the evaluation loss counts samples that fill up the last batch.
 
-Run by torchrun --nproc_per_node 2, it prints 4 for samples with losses 8, 2, 2, 2 and 4: the first one fills up the
-last batch, whose mean is taken for the fifth.
+Run with torchrun --nproc_per_node 2. Prints 4 for samples with losses 8, 2, 2, 2 and 4. The first sample fills up the
+last batch, and the mean of this batch is used as the loss of the fifth sample.
 """
 
 import tempfile

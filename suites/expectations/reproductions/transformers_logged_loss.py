@@ -1,7 +1,7 @@
-"""Transformers 5.23.0: the training loss that is logged is a mean over optimizer steps, however much each of them saw.
+"""Transformers 5.23.0: the logged training loss is a mean over optimizer steps, whatever their batch sizes.
 
-Prints 6 for 5 batches with losses 1, 2, 3, 8 and 12 in windows of 3 and 2: the mean of 2 and 10, and of 4 and 8 without
-accumulation, where the last batch is one sample; the means over samples are 5.2 and 5.
+Prints 6 for 5 batches with losses 1, 2, 3, 8 and 12 in windows of 3 and 2: the mean of 2 and 10. Without accumulation,
+it is the mean of 4 and 8, where the last batch has one sample. The means over samples are 5.2 and 5.
 """
 
 import tempfile

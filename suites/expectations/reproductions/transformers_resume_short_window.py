@@ -1,6 +1,6 @@
-"""Transformers 4.56.2: a training resumed within an epoch whose last window is short ends too early.
+"""Transformers 4.56.2: training that resumes within an epoch with a short last window ends too early.
 
-Prints that the training which was saved at step 7 of 10 and resumed is at its end at step 9.
+Training saves a checkpoint at step 7 of 10. The resumed training ends at step 9.
 """
 
 import tempfile

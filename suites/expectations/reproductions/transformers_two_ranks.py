@@ -1,7 +1,7 @@
-"""Transformers 5.23.0: the Trainer fills up the last batch, and its ranks draw equal random numbers.
+"""Transformers 5.23.0: the Trainer fills up the last batch, and its ranks draw the same random numbers.
 
-Run by torchrun --nproc_per_node 2, it prints in the second batch, which has one sample left, samples of the first
-one, and on both ranks the same random numbers.
+Run with torchrun --nproc_per_node 2. One sample is left for the second batch; samples of the first batch fill it up.
+Both ranks print the same random numbers.
 """
 
 import os
