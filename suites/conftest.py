@@ -1,7 +1,7 @@
-"""``pytest suites/`` runs the conformance suite. Suites of another purpose run only if their path is named.
+"""``pytest suites/`` runs the conformance suite. The other suites run only if their path is named.
 
-This file loads Plumbline's pytest plugin. It is no entry point: installed, it would add its options to every pytest of
-the environment. This file is read before the options are parsed where ``suites/``, or something in it, is named.
+This file loads Plumbline's pytest plugin. An entry point would add its options to every pytest run in the environment
+instead. If ``suites/``, or something in it, is named, pytest reads this file before it parses options.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave those folders out unless the command line names them or something in them."""
+    """Ignore the folders in ``ONLY_BY_NAME`` unless the command line names them or something in them."""
     folder = next((one for one in ONLY_BY_NAME if one in (collection_path, *collection_path.parents)), None)
     if folder is None:
         return None

@@ -1,4 +1,4 @@
-"""Prints at the end of the session what each trainer costs over a hand-written loop."""
+"""Prints each trainer's overhead over a hand-written loop at the end of the session."""
 
 from __future__ import annotations
 

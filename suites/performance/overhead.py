@@ -1,4 +1,4 @@
-"""The table of what each trainer costs over a hand-written loop: a line a strategy, trainers side by side."""
+"""Formats the overhead of trainers over a hand-written loop: a row per strategy, a column per trainer."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from plumbline.results.records import Measurement
 
 
 def table(measurements: Iterable[Measurement]) -> list[str]:
-    """Return the lines of a Markdown table, none if no cell was measured beside a hand-written loop.
+    """Return the lines of a Markdown table, or no lines if no overhead was measured.
 
-    An entry is a trainer's time over that of the loop whose rounds were paired with its own, with bounds (95 %);
-    ``unstable`` if these are too far apart; empty if the trainer does not have the strategy.
+    An entry is a trainer's time relative to the hand-written loop in paired rounds, with 95 % bounds. It is
+    ``unstable`` if the bounds are too far apart, and empty if the trainer does not have the strategy.
     """
     rows: dict[str, dict[str, str]] = {}
     for one in measurements:

@@ -1,11 +1,11 @@
-"""How fast is the trainer under test, how much memory does it take, and what does it cost over a loop by hand?
+"""Measures the trainer under test: speed, memory, and overhead over a hand-written loop.
 
     pytest suites/performance --gpus 8
     pytest suites/performance --gpus 4 --subject path/to/my_trainer.py --launches 10
     pytest suites/performance --benchmark-json new.json --benchmark-compare
 
-One test is one cell. Each of its launches trains a warm-up and some rounds, between barriers at which all ranks wait
-with idle devices. pytest-benchmark times the rounds; the ranks' own clocks time the rest.
+One test is one cell. Each of its launches trains a warm-up and several rounds. Between rounds, all ranks wait at a
+barrier with idle devices. pytest-benchmark times the rounds; the ranks' own clocks time the rest.
 """
 
 from __future__ import annotations

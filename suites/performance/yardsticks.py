@@ -1,6 +1,6 @@
-"""Hand-written loops, one for each strategy and nothing more than it needs: the baseline of the overhead.
+"""Minimal hand-written loops, one per strategy: the baseline of the overhead.
 
-They are subjects like any other, so the conformance suite can check that they compute the right thing.
+They are ordinary subjects, so the conformance suite can check that they compute the right thing.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def average(model, nodes):
 
 
 class Autocast(nn.Module):
-    """A model that enters the job's precision itself: DataParallel's threads do not inherit it."""
+    """Enters the job's precision inside the forward, because DataParallel's threads do not inherit it."""
 
     def __init__(self, model, job):
         super().__init__()
@@ -91,7 +91,7 @@ class Replicas:
         self.tensors = [[*replica.parameters(), *replica.buffers()] for replica in self.models]
 
     def __call__(self, batch):
-        """Copy the model to the other replicas, and return the outputs of all, each for its chunk of the batch."""
+        """Copy the model to the other replicas, and return all outputs; each replica computes a chunk of the batch."""
         with torch.no_grad():
             for tensors in self.tensors[1:]:
                 torch._foreach_copy_(tensors, self.tensors[0])
