@@ -1,10 +1,10 @@
-"""Mistakes in parallel code under ``plumbline check``: are they caught, and does the first line name them?
+"""Checks whether ``plumbline check`` catches mistakes in parallel code, and whether its first line names them.
 
     python ci/check_meshes.py --checkouts FOLDER --python INTERPRETER --jobs 2
     python ci/check_meshes.py --checkouts FOLDER --only pipeline          # a part of it
 
-``ci/check_scripts/mesh_bases.py`` has the right trainings, which must not be accused, and ``mesh_mistakes.py`` what is
-done wrong in them. Prints a section for ``reports/check-real-scripts.md``. Exits with 1 if a right training is accused.
+``ci/check_scripts/mesh_bases.py`` has the right trainings, which must not be accused, and ``mesh_mistakes.py`` the
+mistakes in them. Prints a section for ``reports/check-real-scripts.md``. Exits with 1 if a right training is accused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from script import Script
 
 
 def main() -> int:
-    """Run what is asked for, and print the section."""
+    """Run the selected trainings, and print the section."""
     asked = parsed()
     kept = read(asked.keep) if asked.keep else {}
     bases = [one for one in BASES if is_asked(one.name, asked.only)]
@@ -57,12 +57,12 @@ def parsed() -> argparse.Namespace:
 
 
 def is_asked(name: str, words: Sequence[str]) -> bool:
-    """Return whether a part of the name is asked for."""
+    """Return whether a part of the name was selected."""
     return not words or any(word in name for word in words)
 
 
 def outcome(script: Script, asked: argparse.Namespace, kept: dict[str, Result]) -> Result:
-    """Return what check says about a training, or what it said where that is kept already."""
+    """Return check's result for a training, or the kept one."""
     if script.name in kept:
         return kept[script.name]
     try:
@@ -87,7 +87,7 @@ def is_named(mistake: MeshMistake, result: Result) -> bool:
 
 
 def section(bases: Sequence[tuple[Script, Result]], mistakes: Sequence[tuple[MeshMistake, Result]]) -> list[str]:
-    """Return the section of the report."""
+    """Return the report's section."""
     caught = sum(is_caught(result) for _, result in mistakes)
     named = sum(is_named(mistake, result) for mistake, result in mistakes)
     accused = sum(is_caught(result) for _, result in bases)
@@ -116,7 +116,7 @@ def mistake_rows(mistakes: Sequence[tuple[MeshMistake, Result]]) -> Iterator[str
 
 
 def verdict_of(result: Result) -> str:
-    """Return the answer, and what is wrong."""
+    """Return the verdict, and the cause if it is wrong."""
     if result.verdict is None:
         return result.why_not or "no verdict"
     return f"{result.verdict.check}: {result.verdict.cause}" if is_caught(result) else result.verdict.answer

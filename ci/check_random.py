@@ -1,4 +1,4 @@
-"""Runs random right trainings under the recorder of ``plumbline check``: every accusation is a false alarm.
+"""Runs random right trainings under the recorder of ``plumbline check``. Every accusation is a false alarm.
 
     python ci/check_random.py --count 500            # seeds 0 to 499
     python ci/check_random.py --seed 17 --verbose    # one seed, with all findings
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from random_trainings import Settings, train
 
-import torch._dynamo  # isort: skip  # what DistributedDataParallel imports, once for all ranks
+import torch._dynamo  # isort: skip  # DistributedDataParallel imports it; this does so once for all ranks
 from torch._C._distributed_c10d import FileStore
 
 from plumbline.check.evidence.options import RecordingOptions, write_options
@@ -31,7 +31,7 @@ from plumbline.core.outcome import Outcome
 
 
 def main() -> int:
-    """Return 1 if any training was accused, or could not be recorded."""
+    """Return 1 if a training was accused or could not be recorded."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--first", type=int, default=0)

@@ -1,4 +1,4 @@
-"""Real training scripts under ``plumbline check``: is each verdict true, and does it claim only what was judged?
+"""Checks real training scripts with ``plumbline check``: each verdict must be true, and claim only what was judged.
 
     python ci/check_scripts.py --checkouts FOLDER              # everything, into reports/check-real-scripts.md
     python ci/check_scripts.py --checkouts FOLDER --jobs 2     # two at a time
@@ -43,7 +43,7 @@ SCRIPTS = {script.name: script for script in (*PUBLISHED, *REWRITTEN_SCRIPTS, *H
 
 
 def main() -> int:
-    """Run what is asked for, print the page, and write it if it was everything."""
+    """Run the selection, print the page, and write it if everything was selected."""
     asked = parsed()
     kept = read(asked.keep) if asked.keep else {}
     scripts, mistakes = results(chosen_scripts(asked), chosen_mistakes(asked), asked, kept)
@@ -65,7 +65,7 @@ def results(
     asked: argparse.Namespace,
     kept: dict[str, Result],
 ) -> tuple[Scripts, Mistakes]:
-    """Return what becomes of scripts, and of scripts with mistakes in them; ``--jobs`` of them run at a time."""
+    """Return the results of scripts, with and without mistakes; up to ``--jobs`` of them run at a time."""
     with ThreadPoolExecutor(asked.jobs) as pool:
         try:
             plain = [pool.submit(outcome, script, None, asked, kept) for script in scripts]
@@ -75,11 +75,11 @@ def results(
                 [(*pair, one.result()) for pair, one in zip(mistakes, wrong, strict=True)],
             )
         finally:
-            pool.shutdown(cancel_futures=True)  # after Ctrl-C, too: what runs comes to its end, nothing more begins
+            pool.shutdown(cancel_futures=True)  # after Ctrl-C, running scripts finish, and no others start
 
 
 def chosen_scripts(asked: argparse.Namespace) -> list[Script]:
-    """Return the scripts that are asked for."""
+    """Return the selected scripts."""
     if asked.part == "mistakes":
         return []
     whole = (*PUBLISHED, *REWRITTEN_SCRIPTS)
@@ -88,7 +88,7 @@ def chosen_scripts(asked: argparse.Namespace) -> list[Script]:
 
 
 def chosen_mistakes(asked: argparse.Namespace) -> list[tuple[Mistake, Script]]:
-    """Return the mistakes that are asked for, each with the scripts that it is put into."""
+    """Return the selected mistakes, each with the scripts that it is put into."""
     if asked.part in ("plain", "scripts", "half-judged"):
         return []
     every = [(mistake, SCRIPTS[name]) for mistake in MISTAKES for name in mistake.changes]
@@ -122,7 +122,7 @@ def parsed() -> argparse.Namespace:
 
 
 def outcome(script: Script, mistake: Mistake | None, asked: argparse.Namespace, kept: dict[str, Result]) -> Result:
-    """Return what becomes of a script, or what became of it where that is kept already; print and keep it."""
+    """Return a script's result, or the kept one; print and keep it."""
     name = Result(script.name, mistake.name if mistake else "").name
     if name in kept:
         return kept[name]
@@ -140,7 +140,7 @@ def outcome(script: Script, mistake: Mistake | None, asked: argparse.Namespace, 
 
 
 def checked(placed: Placed, asked: argparse.Namespace) -> Result:
-    """Run a script plainly and under check, and plainly again where the losses differ."""
+    """Run a script plainly and under check, and plainly again if the losses differ."""
     name = placed.script.name
     first = despite_aborts(placed.run)
     if first.code != 0 or (placed.script.calls_backward and not first.losses):
@@ -156,7 +156,7 @@ def checked(placed: Placed, asked: argparse.Namespace) -> Result:
 
 
 def tried(placed: Placed, mistake: str, steps: int) -> Result:
-    """Run a script under check; ``mistake`` names what was changed in it."""
+    """Run a script under check; ``mistake`` is the name of the mistake that was put into it."""
     recorded = despite_aborts(lambda: placed.check(steps))
     failed = "" if recorded.verdict else last_lines(recorded)
     return Result(placed.script.name, mistake, None, recorded.seconds, "", recorded.verdict, failed)
@@ -164,7 +164,7 @@ def tried(placed: Placed, mistake: str, steps: int) -> Result:
 
 @contextmanager
 def place(script: Script, asked: argparse.Namespace, mistake: Mistake | None = None) -> Iterator[Placed]:
-    """Put a script into a folder that is gone afterwards."""
+    """Copy a script into a temporary folder."""
     python = interpreter(script, tuple(asked.python))
     with tempfile.TemporaryDirectory(prefix="check-scripts-") as folder:
         placed = prepare(script, Path(folder), asked.checkouts, python, asked.time_limit)
@@ -175,7 +175,7 @@ def place(script: Script, asked: argparse.Namespace, mistake: Mistake | None = N
 
 
 def line(result: Result, right: bool) -> str:
-    """Return what is printed about a result."""
+    """Return the printed line about a result."""
     if result.why_not:
         return f"{result.name}: not run: {result.why_not}"
     times = f"{number(result.plain_seconds, '.0f')} s, under check {number(result.seconds, '.0f')} s"

@@ -1,14 +1,14 @@
-"""Training scripts published by others, under test: is every accusation true, and every mistake found and named?
+"""Tests training scripts published by others: every accusation must be true, and every mistake found and named.
 
     python ci/scripts_by_others.py                       # everything, into reports/scripts-by-others.md
     python ci/scripts_by_others.py --only nanogpt        # one subject, printed
     python ci/scripts_by_others.py --part mistakes --only no-zero-grad
 
-Four scripts are rewritten in the structure of their originals (``ci/scripts_by_others/``), each with an adapter of less
-than 30 lines. First the conformance suite runs on them as published. Every accusation must have a proof, which also
-runs: a program of at most 30 lines that shows the mistake without Plumbline. Then mistakes are put into the scripts,
-one at a time: the first finding must name the mistake, and everything else must be its consequence. Exits with 1
-otherwise. Run it every night; it takes half an hour on two cores.
+Four scripts are rewritten with the structure of their originals (``ci/scripts_by_others/``), each with an adapter of
+less than 30 lines. First the conformance suite runs on them as published. Every accusation must have a proof, which
+also runs: a program of at most 30 lines that shows the mistake without Plumbline. Then mistakes are put into the
+scripts, one at a time: the first finding must name the mistake, and everything else must be its consequence. Exits with
+1 otherwise. Run it every night; it takes half an hour on two cores.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ LONGEST = 200
 
 @dataclass(frozen=True)
 class Accusation:
-    """A root cause that a run found in a subject; ``known`` if a file of expectations says so already."""
+    """A root cause that a run found in a subject; ``known`` if a file of expectations lists it."""
 
     subject: str
     check: str
@@ -58,13 +58,13 @@ class Accusation:
 
     @property
     def proof(self) -> Proof | None:
-        """What shows that it is true, None where nothing does yet."""
+        """The program that proves it, or None."""
         return PROOFS.get((self.subject, self.cause or ""))
 
 
 @dataclass(frozen=True)
 class Tried:
-    """What was found on one cell where a mistake had been put in."""
+    """The findings on one cell whose script has a mistake."""
 
     mistake: Mistake
     cell: str
@@ -77,14 +77,14 @@ class Tried:
 
     @property
     def is_right(self) -> bool:
-        """Whether the first finding names the mistake, if it is one, and nothing stands beside it."""
+        """Whether the first finding names the mistake, if there is one, without companions."""
         if not self.mistake.causes:
             return not self.bad
         return bool(self.bad) and self.bad[0].cause in self.mistake.causes and not self.companions
 
 
 def main() -> int:
-    """Run what is asked for, print it, and write the page if it was everything."""
+    """Run the selection, print it, and write the page if everything was selected."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", default=[], help="a part of a subject's or mistake's name")
     parser.add_argument("--part", choices=("published", "mistakes"), help="default: both")
@@ -121,7 +121,7 @@ INTRODUCTION = (
 
 
 def published(subjects: Sequence[str], asked: argparse.Namespace) -> tuple[list[str], list[bool]]:
-    """Run the conformance suite on the scripts as published; return lines, and of each accusation if it is proven."""
+    """Run the conformance suite on the published scripts; return lines, and whether each accusation is proven."""
     lines = [
         "## As published",
         "",
@@ -171,7 +171,7 @@ def conformance(subject: str, asked: argparse.Namespace, folder: Path) -> Run:
 
 
 def accused(subject: str, run: Run) -> dict[Accusation, list[Result]]:
-    """Return what a run holds against a subject: findings that no other finding explains."""
+    """Return a run's accusations: bad findings that no other finding explains."""
     found: dict[Accusation, list[Result]] = {}
     for results in run.whole.values():
         for result in results:
@@ -182,7 +182,7 @@ def accused(subject: str, run: Run) -> dict[Accusation, list[Result]]:
 
 
 def injected(mistakes: Iterable[Mistake], time_limit: float) -> Iterable[Tried]:
-    """Train each script with a mistake in it on its cells, and judge it."""
+    """Train each script with a mistake on its cells, and judge it."""
     with closing(Pool(str(HERE / "changed.py"))) as pool:
         for mistake in mistakes:
             for cell in mistake.cells:
@@ -190,7 +190,7 @@ def injected(mistakes: Iterable[Mistake], time_limit: float) -> Iterable[Tried]:
 
 
 def tried_on(pool: Pool, mistake: Mistake, text: str, time_limit: float) -> Tried:
-    """Train a script with a mistake in it on the cell that ``text`` names, and judge it."""
+    """Train a script with a mistake on the cell that ``text`` names, and judge it."""
     workload, backend, topology, precision = text.split("/")
     cell = Cell(mistake.id, workload, backend, Topology.parse(topology), precision, "cpu")
     with tempfile.TemporaryDirectory() as folder:
@@ -199,7 +199,7 @@ def tried_on(pool: Pool, mistake: Mistake, text: str, time_limit: float) -> Trie
 
 
 def mistakes_table(tried: Sequence[Tried]) -> list[str]:
-    """Return the lines of the page about the mistakes that were put in."""
+    """Return the page's lines about mistakes."""
     real = [one for one in tried if one.mistake.causes]
     names = sorted({one.mistake.name for one in real})
     named = [name for name in names if all(one.is_right for one in real if one.mistake.name == name)]
@@ -230,7 +230,7 @@ def adapter(subject: str) -> Path:
 
 
 def lines_of_code(file: Path) -> int:
-    """Return how many lines a file has that are not empty."""
+    """Return the number of non-empty lines in a file."""
     return sum(bool(line.strip()) for line in file.read_text().splitlines())
 
 

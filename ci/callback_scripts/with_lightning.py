@@ -1,4 +1,4 @@
-"""Trains by Lightning on two ranks, with Plumbline's callback; with an argument, gradients are never zeroed."""
+"""Trains with Lightning on two ranks and Plumbline's callback. With an argument, gradients are never zeroed."""
 
 import sys
 
@@ -11,7 +11,7 @@ import plumbline
 
 
 class Classifier(pl.LightningModule):
-    """A small classifier; ``is_wrong``: gradients are never zeroed."""
+    """A small classifier; with ``is_wrong``, gradients are never zeroed."""
 
     def __init__(self, *, is_wrong: bool) -> None:
         super().__init__()
@@ -44,4 +44,4 @@ if __name__ == "__main__":
         enable_progress_bar=False,
     )
     trainer.fit(Classifier(is_wrong=len(sys.argv) > 1), DataLoader(data, 4, shuffle=True))
-    torch.distributed.destroy_process_group()  # otherwise torch aborts a process in a hundred at its end
+    torch.distributed.destroy_process_group()  # otherwise torch aborts one process in a hundred at exit

@@ -1,4 +1,4 @@
-"""Trains a small Llama by Transformers, with Plumbline's callback; with an argument, gradients are never zeroed."""
+"""Trains a small Llama with Transformers and Plumbline's callback. With an argument, gradients are never zeroed."""
 
 import sys
 import tempfile
@@ -28,4 +28,4 @@ with tempfile.TemporaryDirectory() as folder:
     )
     data = [{"input_ids": one, "labels": one} for one in tokens]
     Trainer(model, arguments, train_dataset=data, callbacks=[plumbline.TransformersCallback(3)]).train()
-torch.distributed.destroy_process_group()  # otherwise torch aborts a process in a hundred at its end
+torch.distributed.destroy_process_group()  # otherwise torch aborts one process in a hundred at exit

@@ -1,4 +1,4 @@
-"""Tiny stand-ins for what scripts download: ``python data.py KIND …`` writes them into the current folder."""
+"""Tiny stand-ins for the data that scripts download: ``python data.py KIND …`` writes them into the current folder."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ SENTENCE = "a plumb line shows whether wall is true and trainer of many devices 
 
 
 def sentences(count: int, seed: int = 0) -> list[str]:
-    """Return sentences of 4 to 20 words, always the same."""
+    """Return sentences of 4 to 20 words, the same in every run."""
     chance = random.Random(seed)
     return [" ".join(chance.choices(SENTENCE.split(), k=chance.randint(4, 20))) for _ in range(count)]
 
 
 def nanogpt() -> None:
-    """Write characters as tokens, as nanoGPT's prepare.py does."""
+    """Write characters as tokens, like nanoGPT's prepare.py."""
     import pickle
 
     import numpy as np
@@ -42,14 +42,14 @@ def wikitext() -> None:
 
 
 def lightning_wikitext() -> None:
-    """Write the corpus where Lightning's demos look for it: the splits need more than 4000 sequences of 35 words."""
+    """Write the corpus where Lightning's demos expect it: the splits need more than 4000 sequences of 35 words."""
     for folder in (Path("wikitext-2"), Path("data")):
         folder.mkdir(exist_ok=True)
         (folder / "wikitext-2.txt").write_text("\n".join(sentences(12_500)) + "\n", encoding="utf-8")
 
 
 def sines() -> None:
-    """Write the waves of the example of time sequences."""
+    """Write the waves of the time sequence example."""
     import numpy as np
     import torch
 
@@ -63,7 +63,7 @@ def shakespeare() -> None:
 
 
 def picotron() -> None:
-    """Write a configuration for each kind of parallelism, and weights where they are looked for."""
+    """Write a configuration for each kind of parallelism, and weights where picotron expects them."""
     from shutil import copytree
 
     copytree("tiny-llama", "hf_model_safetensors")
@@ -125,7 +125,7 @@ def nanochat() -> None:
 
 
 def fineweb() -> None:
-    """Write tokens of GPT-2 as 16-bit numbers, as modded-nanoGPT and llm.c read them."""
+    """Write GPT-2 tokens as 16-bit numbers, in the format of modded-nanoGPT and llm.c."""
     import numpy as np
 
     folder = Path("data/fineweb10B")
@@ -151,7 +151,7 @@ def chunks() -> None:
 
 
 def tinystories() -> None:
-    """Write tokens where llama2.c looks for those of a vocabulary of its own."""
+    """Write tokens where llama2.c expects those of a custom vocabulary."""
     import numpy as np
 
     folder = Path("data/tok64")
@@ -162,7 +162,7 @@ def tinystories() -> None:
 
 
 def cora() -> None:
-    """Write a graph of 1700 papers in the place of Cora."""
+    """Write a graph of 1700 papers in place of Cora."""
     chance = random.Random(0)
     folder = Path("cora")
     folder.mkdir()
@@ -174,7 +174,7 @@ def cora() -> None:
 
 
 def tokenizer(folder: Path) -> int:
-    """Write a tokenizer of whole words; return how many there are."""
+    """Write a tokenizer of whole words; return its number of words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -200,7 +200,7 @@ def tokenizer(folder: Path) -> int:
 
 
 def bert() -> None:
-    """Write a BERT of two layers under the name that examples load."""
+    """Write a two-layer BERT under the name that examples load."""
     import torch
     from transformers import BertConfig, BertForSequenceClassification
 
@@ -214,7 +214,7 @@ def bert() -> None:
 
 
 def llama() -> None:
-    """Write a Llama of two layers, under the name of a small one too."""
+    """Write a two-layer Llama, also under the name of a small one."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -246,7 +246,7 @@ def glue() -> None:
 
 
 def accuracy() -> None:
-    """Write the metric that examples load: a module with one class, as ``evaluate`` asks for it."""
+    """Write the metric that examples load: a module with one class, as ``evaluate`` requires."""
     Path("glue").mkdir(exist_ok=True)
     Path("glue/glue.py").write_text(
         "import datasets\nimport evaluate\n\n\nclass Accuracy(evaluate.Metric):\n"
@@ -281,7 +281,7 @@ def texts() -> None:
 
 
 def c4() -> None:
-    """Write texts where torchtitan looks for a part of C4."""
+    """Write texts where torchtitan expects a part of C4."""
     write_rows(Path("tests/assets/c4_test/data.json"), [{"text": " ".join(sentences(12, seed))} for seed in range(64)])
 
 

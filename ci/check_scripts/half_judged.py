@@ -1,6 +1,6 @@
-"""Trainings of which ``check`` can judge a part, or nothing, and wrong ones that are easily praised.
+"""Trainings that ``check`` can judge only in part, or not at all, and wrong ones that it might call right.
 
-All scripts are ours. A wrong one is a file of its own, or a right one with a change.
+All scripts are ours. A wrong one is a separate file, or a right one with a change.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from script import Script
 RIGHT, IN_PART, NOT_JUDGED, WRONG = "right", "right in part", "not judged", "wrong"
 
 UNTRUE_OF_A_PART = (IN_PART, NOT_JUDGED, WRONG)
-"""For a mistake in a part that need not be judged: any verdict except RIGHT."""
+"""Accepted verdicts for a mistake in a part that need not be judged: all but RIGHT."""
 
 
 def with_mistake(script: Script, name: str, says: str, accepted: tuple[str, ...], *changes: tuple[str, str]) -> Script:

@@ -1,4 +1,4 @@
-"""Published trainings whose ranks hold parts of a model or of its states, or whose losses gather over ranks."""
+"""Published trainings whose ranks hold parts of a model or of its state, or whose losses gather over ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from script import Script
 TORCHRUN = "torchrun --standalone --nproc-per-node"
 
 FILE = "run_simple_mcore_train_loop.py"
-"""The training loop among the examples of Megatron, in which the changes below are made."""
+"""Megatron's example training loop, which the changes below modify."""
 
 ON_THE_CPU = (
     (FILE, r"(?m)^import torch$", "import torch\nimport cpu_for_cuda"),
@@ -84,7 +84,7 @@ IN_STAGES = (
 
 
 def megatron(name: str, covers: str, more_changes: tuple[tuple[str, str, str], ...] = (), **more: object) -> Script:
-    """Return the training loop among the examples of Megatron, which needs megatron-core."""
+    """Return Megatron's example training loop, which needs megatron-core."""
     settings: dict[str, object] = {
         "source": "NVIDIA/Megatron-LM",
         "folder": "examples",
@@ -99,7 +99,7 @@ def megatron(name: str, covers: str, more_changes: tuple[tuple[str, str, str], .
 
 
 def torchtitan(name: str, ranks: int, options: str, covers: str, model: str = "llama3") -> Script:
-    """Return a training of a model for debugging of the installed torchtitan; the repository has its tokenizer."""
+    """Return a training of the installed torchtitan's debug model; the repository has its tokenizer."""
     return Script(
         f"torchtitan {name}",
         f"{TORCHRUN} {ranks} -m torchtitan_on_cpu --module {model} --config {model}_debugmodel --debug.seed 42 "
@@ -117,7 +117,7 @@ def torchtitan(name: str, ranks: int, options: str, covers: str, model: str = "l
 
 
 def cifar(stage: int) -> Script:
-    """Return DeepSpeed's example of CIFAR-10 with a stage of ZeRO."""
+    """Return DeepSpeed's CIFAR-10 example with a stage of ZeRO."""
     file = "cifar10_deepspeed.py"
     return Script(
         f"deepspeed cifar zero {stage}",
@@ -141,7 +141,7 @@ def cifar(stage: int) -> Script:
 
 
 def heiretsu(kind: str, options: str, covers: str, because: str) -> Script:
-    """Return heiretsu's training with one kind of parallelism; all of them go wrong as published."""
+    """Return heiretsu's training with one kind of parallelism; all of them are wrong as published."""
     return Script(
         f"heiretsu {kind}",
         f"{TORCHRUN} 2 train.py --dist_backend gloo --device cpu --data_dir chunks --batch_size 2 --block_size 16 "

@@ -1,4 +1,4 @@
-"""Examples of the libraries that train: Accelerate, Lightning, Ignite and TRL, as they were published."""
+"""Published examples of training libraries: Accelerate, Lightning, Ignite, TRL and others."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from script import PICTURES, Script
 
 MOCKED = {"TESTING_MOCKED_DATALOADERS": "1"}
 TWO = "--multi_gpu --num_processes 2 --main_process_port 0"
-"""Options of ``accelerate launch``, with a free port, since several scripts may run at a time."""
+"""Options of ``accelerate launch``, with a free port, because several scripts may run at the same time."""
 
 BERT = ("bert", "accuracy")
 GAMES = ("gymnasium", "torchmetrics", "tensorboard")
@@ -14,7 +14,7 @@ PPO = "--total-timesteps 128 --num-steps 32 --per-rank-batch-size 32 --update-ep
 
 
 def accelerated(file: str, covers: str, options: str = "", launch: str = TWO, **more: object) -> Script:
-    """Return an example of Accelerate, on two processes."""
+    """Return one of Accelerate's examples, on two processes."""
     name = f"accelerate {file.removesuffix('.py').rpartition('/')[2].replace('_', '-')}"
     ranks = 2 if launch == TWO else 1
     settings: dict[str, object] = {
@@ -47,7 +47,7 @@ def lightning(path: str, command: str, covers: str, **more: object) -> Script:
 
 
 def trl(kind: str, dataset: str, covers: str, options: str = "", batch: int = 2, **more: object) -> Script:
-    """Return a trainer of TRL, on a Llama of two layers."""
+    """Return a TRL trainer on a two-layer Llama."""
     command = (
         f"accelerate launch {TWO} trl/scripts/{kind}.py --model_name_or_path tiny-llama "
         f"--dataset_name {dataset} --output_dir out --use_cpu --max_steps 4 --per_device_train_batch_size {batch} "
@@ -84,7 +84,7 @@ FSDP_ON_THE_CPU = (
 
 
 def peft_sft(name: str, covers: str, *changes: tuple[str, str, str], **more: object) -> Script:
-    """Return PEFT's example of fine-tuning with TRL under FSDP2, which Accelerate uses on accelerators only."""
+    """Return PEFT's example of fine-tuning with TRL under FSDP2, which Accelerate allows only on accelerators."""
     settings: dict[str, object] = {
         "folder": "examples/sft",
         "also": ("examples/sft",),
@@ -228,7 +228,7 @@ LIBRARIES = (
         folder="examples/cifar10",
         also=("examples/cifar10",),
         needs=(*PICTURES, "fire"),
-        environment={"MASTER_PORT": "2223"},  # 2222 is Ignite's own, which another script may use at the same time
+        environment={"MASTER_PORT": "2223"},  # Ignite's default is 2222, which another script may use at the same time
         ranks=2,
     ),
     trl("sft", "texts", "SFT with accumulation, packing off", "--gradient_accumulation_steps 2"),

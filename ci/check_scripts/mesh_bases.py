@@ -1,7 +1,7 @@
 """Right trainings on several ranks, into which ``mesh_mistakes.py`` puts mistakes.
 
-They are scripts of public repositories, changed for the CPU and in their sizes. Three of them are wrong as published;
-``because`` says what was mended. Experts and Ulysses are scripts of our own.
+Most are scripts of public repositories, with changes for the CPU and smaller sizes. Three of them are wrong as
+published; ``because`` says what was repaired. Experts and Ulysses are scripts of our own.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ GPIPE = lab("pp", "GPipe", options="--n-layer 2 --microbatches 4")
 
 
 def several_stages(schedule: str, places: str, last: int) -> Script:
-    """Return the pipeline with two stages per rank: ``places`` are those of a rank, and ``last`` has the loss."""
+    """Return the pipeline with two stages per rank; ``places`` are a rank's stages, and ``last`` computes the loss."""
     return lab(
         "pp",
         schedule,
@@ -113,7 +113,7 @@ FSDP_TP = pytorch(
     4,
     "FSDP2 with tensor and sequence parallelism",
     *SMALL_LLAMA,
-    also=(OWN_ATTENTION,),  # DTensor has no flash attention for the CPU
+    also=(OWN_ATTENTION,),  # DTensor does not support flash attention on the CPU
 )
 
 FSDP2_CHANGES = (
@@ -132,7 +132,7 @@ FSDP2_CHANGES = (
 
 
 def fsdp2(name: str, launcher: str, ranks: int, covers: str, *changes: Change) -> Script:
-    """Return PyTorch's example of FSDP2, with weights that are initialized and batches that differ."""
+    """Return PyTorch's FSDP2 example, with initialized weights and different batches on each rank."""
     return Script(
         name,
         f"{launcher} example.py",
@@ -164,7 +164,7 @@ HSDP = fsdp2(
 
 
 def mended_picotron(kind: str, covers: str, *changes: Change, **more: object) -> Script:
-    """Return picotron's training, mended or on another mesh."""
+    """Return picotron's training, repaired or on another mesh."""
     base = picotron(kind, covers)
     settings: dict[str, object] = {"accepted": ("right",), "is_wrong": False, "because": "", **more}
     return picotron(kind, covers, changes=(*base.changes, *changes), **settings)
@@ -190,7 +190,7 @@ PICOTRON_CP = mended_picotron(
 
 
 def on_four(kind: str, covers: str) -> Script:
-    """Return picotron's training with another parallelism beside data parallelism, on a 2 × 2 mesh."""
+    """Return picotron's training with data parallelism and another parallelism on a 2 × 2 mesh."""
     base = {"tp": PICOTRON_TP, "pp": PICOTRON_PP, "cp": PICOTRON_CP}[kind]
     return Script(
         f"picotron dp × {kind}",
@@ -214,7 +214,7 @@ DP_PP = on_four("pp", "data parallelism and a pipeline")
 
 
 def zero(stage: int) -> Script:
-    """Return a training by DeepSpeed with a stage of ZeRO."""
+    """Return a DeepSpeed training with a stage of ZeRO."""
     return Script(
         f"deepspeed-zero {stage}",
         f"deepspeed --num_accelerators 2 --master_port {29630 + stage} deepspeed_zero.py",
@@ -226,7 +226,7 @@ def zero(stage: int) -> Script:
 
 
 def cifar(stage: int) -> Script:
-    """Return DeepSpeed's example with CIFAR-10."""
+    """Return DeepSpeed's CIFAR-10 example."""
     return Script(
         f"DeepSpeedExamples cifar ZeRO {stage}",
         "deepspeed --num_accelerators 2 --master_port 29618 cifar10_deepspeed.py --dtype fp32 "

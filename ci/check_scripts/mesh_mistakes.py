@@ -1,7 +1,7 @@
-"""Mistakes in parallel code, as public trackers tell them: each is a small change of a right training.
+"""Mistakes in parallel code from public trackers: each is a small change of a right training.
 
 ``causes`` are those whose sentence says what a maintainer would call the mistake. They were written down before any
-verdict was seen; causes that were made for a mistake afterwards, or say the same in other words, were added.
+verdict was seen. Later, causes were added that were made for a mistake, or that say the same in other words.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class MeshMistake:
     """A mistake in one training.
 
     Attributes:
-        parallelism: what it is a mistake in.
-        name: what it is called.
-        tracker: where it is told.
+        parallelism: the kind of parallelism.
+        name: its name in the tables.
+        tracker: the issues that report it.
         base: the right training.
-        changes: patterns and what replaces them, with the file of each.
+        changes: patterns and replacements, with the file of each.
         causes: the causes that name it.
     """
 
@@ -71,7 +71,7 @@ Changes = tuple[tuple[str, str], ...]
 
 
 def in_file(file: str, *changes: tuple[str, str]) -> tuple[tuple[str, str, str], ...]:
-    """Return changes of one file."""
+    """Return changes of a single file."""
     return tuple((file, *one) for one in changes)
 
 

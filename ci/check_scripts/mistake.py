@@ -1,7 +1,7 @@
-"""What a mistake is that is put into copies of scripts, and changes that many mistakes share.
+"""The type of a mistake that is put into copies of scripts, and changes that many mistakes share.
 
-A mistake has one change per script: what the pattern finds is replaced. In scripts of other people patterns are as
-short as they can be.
+A mistake has changes for each script: patterns and their replacements. For scripts of other people, patterns are as
+short as possible.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FILES = {
     BY_HAND: "all_reduce_by_hand.py",
     IMAGENET: "imagenet/main.py",
 }
-"""The file of each script that is changed."""
+"""The changed file of each script."""
 
 Changes = tuple[tuple[str, str], ...]
 
@@ -35,11 +35,11 @@ class Mistake:
     """One mistake.
 
     Attributes:
-        name: what it is called.
-        says: what is done wrong.
-        causes: the causes that name it; none where nothing may be accused, since it may be meant.
-        changes: patterns and what replaces them, by the name of a script.
-        steps: how many optimizer steps must be recorded to see it; None: as many as are asked for.
+        name: its name in the tables.
+        says: what the mistake is.
+        causes: the causes that name it; none if it may be intended, so that nothing may be accused.
+        changes: patterns and replacements, by the name of a script.
+        steps: the number of optimizer steps that must be recorded to see it; None: as many as requested.
     """
 
     name: str
@@ -55,7 +55,7 @@ AFTER_BACKWARD = {
     ACCELERATE: r"( +)(optimizer\.step\(\)\n)",
     DDP: r"( +)(nn\.utils\.clip_grad_norm_)",
 }
-"""Where all gradients of a step are there, before they are unscaled or clipped; the group is the indentation."""
+"""Where all gradients of a step are complete, before unscaling and clipping; the group is the indentation."""
 
 AFTER_STEP = {
     AMP: r"( +)(scaler\.update\(\)\n)",
@@ -66,7 +66,7 @@ AFTER_STEP = {
 """After the optimizer's step."""
 
 WHEN = {AMP: "True", NANOGPT: "True", ACCELERATE: "accelerator.sync_gradients", DDP: "True"}
-"""Whether this iteration ends a window of micro-batches: an expression."""
+"""An expression that is true if this iteration ends a window of micro-batches."""
 
 
 def before_step(statement: str, *names: str) -> dict[str, Changes]:
@@ -84,7 +84,7 @@ def _inserted(pattern: str, statement: str, name: str) -> Changes:
 
 
 IGNORE = "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model"
-"""Leaves parameters that are named out of what DDP reduces."""
+"""Excludes the named parameters from DDP's reduction."""
 
 GRADIENTS = "[p.grad for p in model.parameters() if p.grad is not None]"
 

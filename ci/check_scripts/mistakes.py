@@ -62,7 +62,7 @@ MISTAKES = (
     Mistake(
         "averaged twice",
         "DDP's mean is divided by the world size again",
-        ("averaged-twice", "divided-twice"),  # which are the same for as many ranks as micro-batches
+        ("averaged-twice", "divided-twice"),  # the two divisors are equal if there are as many ranks as micro-batches
         before_step(f"torch._foreach_div_({GRADIENTS}, 2.0)", AMP, NANOGPT, ACCELERATE, DDP),
     ),
     Mistake(
@@ -185,7 +185,7 @@ MISTAKES = (
         ("no-sampler", "ranks-alike"),
         {
             AMP: ((r"num_replicas=world_size, rank=rank", "num_replicas=world_size, rank=0"),),
-            # Its first rank alone evaluates at the beginning, which draws random numbers.
+            # Only rank 0 evaluates at the beginning, which draws random numbers.
             NANOGPT: (
                 (r"seed_offset = ddp_rank", "seed_offset = 0"),
                 (r"if iter_num % eval_interval == 0", "if iter_num and iter_num % eval_interval == 0"),
@@ -209,7 +209,7 @@ MISTAKES = (
         "the same order in every epoch",
         ("set-epoch-never-called",),
         dict.fromkeys((AMP, DDP, IMAGENET), ((r"\w*sampler\.set_epoch\(epoch\)\n", "pass\n"),)),
-        steps=9,  # two whole epochs, and the beginning of a third
+        steps=9,  # two epochs, and the beginning of a third
     ),
     Mistake(
         "own initial weights",

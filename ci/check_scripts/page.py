@@ -1,4 +1,4 @@
-"""The page about a run of the corpus: tables in Markdown."""
+"""The page about a run of the corpus, as Markdown."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from plumbline.core.numbers import counted
 PACKAGES = ("torch", "transformers", "accelerate", "lightning", "pytorch-ignite")
 
 WHOLE = ("right",)
-"""The accepted verdicts for a right training that can be judged completely."""
+"""Accepted verdicts for a right training that can be judged completely."""
 
 Scripts = Sequence[tuple[Script, Result]]
 Mistakes = Sequence[tuple[Mistake, Script, Result]]
 
 
 def page(scripts: Scripts, mistakes: Mistakes, *, kept: bool = False) -> str:
-    """Return the page; ``kept``: results may come from earlier runs, of other states of the project."""
+    """Return the page; with ``kept``, results may be from earlier runs with other states of the project."""
     lines = ["# Real scripts under `plumbline check`", "", introduction(), ""]
     if kept:
         lines += ["Rows were collected over several runs, while the project changed between them.", ""]
@@ -60,7 +60,7 @@ def introduction() -> str:
 
 
 def score(ran: Scripts, tried: Mistakes) -> str:
-    """Return how many verdicts praise or accuse falsely."""
+    """Return the numbers of false praises and false accusations."""
     every = [(result, script, None) for script, result in ran] + [(r, script, mistake) for mistake, script, r in tried]
     praise = [result.name for result, script, mistake in every if is_false_praise(result, script, mistake)]
     accused = [result.name for result, script, mistake in every if is_false_accusation(result, script, mistake)]
@@ -92,7 +92,7 @@ def script_table(ran: Scripts) -> list[str]:
 
 
 def half_judged_table(ran: Scripts) -> list[str]:
-    """Return the lines about scripts that are wrong, or of which not everything can be judged."""
+    """Return the lines about scripts that are wrong or judged only in part."""
     wrong = [result.verdict.answer for script, result in ran if script.is_wrong and result.verdict]
     counts = ", ".join(f"{wrong.count(answer)} {answer}" for answer in dict.fromkeys(("wrong", *wrong)))
     return [
@@ -108,7 +108,7 @@ def half_judged_table(ran: Scripts) -> list[str]:
 
 
 def half_judged_row(script: Script, result: Result) -> str:
-    """Return the line of one of them."""
+    """Return the line of one such script."""
     cells = (
         script.name,
         source(script),
@@ -142,7 +142,7 @@ def script_row(script: Script, result: Result) -> str:
 
 
 def verdict_of(result: Result) -> str:
-    """Return the verdict, and what it rests on."""
+    """Return the verdict and its reason."""
     verdict = result.verdict
     if verdict is None:
         return "**none**"
@@ -154,12 +154,12 @@ def verdict_of(result: Result) -> str:
 
 
 def number(value: float | None, form: str = ".3g") -> str:
-    """Return a number, a dash where there is none."""
+    """Format a number, or a dash if there is none."""
     return "–" if value is None else format(value, form)
 
 
 def source(script: Script) -> str:
-    """Return where a script comes from."""
+    """Return where a script is from."""
     if script.source == REWRITTEN:
         return REWRITTEN
     changed = "" if script.is_unmodified else ", changed"

@@ -1,4 +1,4 @@
-"""Published scripts that train on several ranks in a way of their own, and language models from scratch."""
+"""Published scripts that train on several ranks without a training library, and language models from scratch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ACCELERATOR = r"torch\.accelerator\.current_accelerator\(\)"
 
 
 def distributed(folder: str, command: str, covers: str, **more: object) -> Script:
-    """Return one of PyTorch's examples for several devices; its changes are for the CPU."""
+    """Return one of PyTorch's distributed examples, with changes for the CPU."""
     whole = f"distributed/{folder}"
     settings: dict[str, object] = {
         "name": f"pytorch {folder}".replace("_", "-"),
@@ -58,7 +58,7 @@ def distributed(folder: str, command: str, covers: str, **more: object) -> Scrip
 
 
 def tensor_parallel(name: str, covers: str, **more: object) -> Script:
-    """Return one of the examples of tensor parallelism."""
+    """Return one of PyTorch's tensor-parallel examples."""
     return distributed(
         "tensor_parallelism",
         f"{TWO} {name}.py",

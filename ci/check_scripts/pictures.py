@@ -1,4 +1,4 @@
-"""Published trainings that learn from pictures without labels, on seeded pictures."""
+"""Published self-supervised trainings, on seeded pictures."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ TWO = "torchrun --standalone --nproc-per-node 2"
 
 
 def crops(*sizes: int) -> str:
-    """Return the text of a transform that cuts pieces of these sizes out of a picture."""
+    """Return the source of a transform that cuts crops of these sizes out of a picture."""
     steps = "transforms.RandomCrop(size), transforms.RandomHorizontalFlip(), transforms.ToTensor()"
     return f"lambda one: [transforms.Compose([{steps}])(one) for size in {sizes}]"
 
 
 def dino(name: str, options: str, covers: str, accepted: str, because: str) -> Script:
-    """Return DINO's training in its first epoch, in which the last layer is frozen."""
+    """Return DINO's training in its first epoch, while the last layer is frozen."""
     return Script(
         name,
         f"{TWO} main_dino.py --arch vit_tiny --patch_size 8 --out_dim 64 --use_fp16 false --batch_size_per_gpu 8 "

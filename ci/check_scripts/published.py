@@ -1,6 +1,6 @@
-"""Scripts from public repositories, as they were published: their checkouts are given to the runner, not kept here.
+"""Scripts from public repositories, as published. They are not kept here: the runner needs their checkouts.
 
-Their licences allow to run them; nothing of them is copied into this project.
+Their licences allow running them; nothing of them is copied into this project.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What became of one script, or of one mistake in a script, and whether it is as it should be."""
+"""The result of one script, with or without a mistake, and whether it is as expected."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from verdict import Verdict
 SAME, CHANGED, UNSTEADY = "the same", "**changed**", "differ without it too"
 LAST_LINES = 25
 PRAISE = ("right", "right in part")
-"""Verdicts that say that a training is right."""
+"""Verdicts that call a training right."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one script, with a mistake in it or without.
+    """The result of one script, with or without a mistake.
 
     Attributes:
         script: its name.
         mistake: the mistake's name, "" if there is none in it.
         plain_seconds: the time of a plain run.
         seconds: the time under check.
-        losses: whether the losses under check are those of a plain run; "" where that was not asked.
-        verdict: what check said, None if it said nothing.
+        losses: whether the losses under check equal those of a plain run; "" if they were not compared.
+        verdict: check's verdict, or None without one.
         failed: the end of the output of a plain run that failed.
-        why_not: why it could not be run.
+        why_not: why it could not run.
     """
 
     script: str
@@ -45,17 +45,17 @@ class Result:
 
     @property
     def name(self) -> str:
-        """What was run."""
+        """The script, with its mistake if it has one."""
         return f"{self.mistake} in {self.script}" if self.mistake else self.script
 
     @property
     def slower(self) -> float | None:
-        """The time under check over that of a plain run, both of whole commands."""
+        """The time under check relative to a plain run, both of whole commands."""
         return self.seconds / self.plain_seconds if self.seconds and self.plain_seconds else None
 
 
 def is_right(result: Result, script: Script, mistake: Mistake | None) -> bool:
-    """Return whether a result is as it should be; what could not be run counts as such."""
+    """Return whether a result is as expected; a script that could not run counts as such."""
     if result.why_not:
         return True
     if result.failed or result.losses == CHANGED or result.verdict is None or result.verdict.broken:
@@ -68,12 +68,12 @@ def is_right(result: Result, script: Script, mistake: Mistake | None) -> bool:
 
 
 def is_false_praise(result: Result, script: Script, mistake: Mistake | None) -> bool:
-    """Return whether a verdict says that something is right which is wrong, or of which less was judged."""
+    """Return whether a verdict calls something right that is wrong or was not fully judged."""
     return _answer(result) in PRAISE and _answer(result) not in _accepted(script, mistake)
 
 
 def is_false_accusation(result: Result, script: Script, mistake: Mistake | None) -> bool:
-    """Return whether a verdict calls a training wrong that is right, or a change that may be meant."""
+    """Return whether a verdict calls a right training wrong, or a change that may be intended."""
     return _answer(result) == "wrong" and "wrong" not in _accepted(script, mistake)
 
 
@@ -95,7 +95,7 @@ def losses_of(first: Ran, recorded: Ran, second: Ran | None) -> str:
 
 
 def first_difference(plain: Ran, recorded: Ran) -> str:
-    """Return the first loss of each rank that is another one under check, "" if all are the same."""
+    """Return each rank's first loss that differs under check, or "" if all are equal."""
     told = []
     for rank in sorted(plain.losses.keys() | recorded.losses.keys()):
         pairs = zip_longest(plain.losses.get(rank, ()), recorded.losses.get(rank, ()), fillvalue="none")
@@ -106,7 +106,7 @@ def first_difference(plain: Ran, recorded: Ran) -> str:
 
 
 def last_lines(ran: Ran) -> str:
-    """Return the end of what a run printed."""
+    """Return the end of a run's output."""
     return "\n".join(ran.output.splitlines()[-LAST_LINES:])
 
 
@@ -117,7 +117,7 @@ def write(file: Path, result: Result) -> None:
 
 
 def read(file: Path) -> dict[str, Result]:
-    """Return the results in a file by what was run, the last of each; none if there is no file."""
+    """Return the last result in a file for each thing that ran; empty if there is no file."""
     if not file.exists():
         return {}
     results = (_result(json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines())

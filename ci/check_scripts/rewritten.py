@@ -1,4 +1,4 @@
-"""Scripts of our own, written in the manner in which users write: each shows one thing that trainings do."""
+"""Scripts of our own, in the style of users: each shows one thing that trainings do."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ FOUR = "torchrun --standalone --nproc-per-node 4"
 
 
 def alone(name: str, covers: str, **more: object) -> Script:
-    """Return a script of one process that Python starts."""
+    """Return a script with a single process, started by Python."""
     return Script(name.replace("_", "-"), f"python {name}.py", covers, **more)  # type: ignore[arg-type]
 
 
 def two(name: str, covers: str, **more: object) -> Script:
-    """Return a script that torchrun starts on two ranks."""
+    """Return a script with two ranks, started by torchrun."""
     return Script(name.replace("_", "-"), f"{TWO} {name}.py", covers, ranks=2, **more)  # type: ignore[arg-type]
 
 

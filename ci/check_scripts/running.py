@@ -1,4 +1,4 @@
-"""Put a script of the corpus into a folder of its own and run it there, with or without something in front."""
+"""Copies a script of the corpus into a temporary folder and runs it there, plainly or under a command such as check."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ LAUNCHERS = {
     "fabric": ["-c", "from lightning.fabric.cli import _main; _main()"],
     "deepspeed": ["-m", "deepspeed.launcher.runner"],
 }
-"""Commands that users type, and the modules behind them: an interpreter may have the module without the command."""
+"""Commands that users type, and their modules: an interpreter may have the module without the command."""
 
 STAND_INS = HERE / "stand_ins"
-"""Our own modules that replace packages that cannot be installed: one folder for each, on the path."""
+"""Our replacements for packages that cannot be installed: a folder for each, put on the path."""
 
 JUDGING = 120
-"""Seconds that check may take after the time limit of the script."""
+"""Seconds that check may take beyond the script's time limit."""
 
 
 class CannotRunError(Exception):
-    """A script that cannot be run here; the message says what is missing."""
+    """The script cannot run here; the message says what is missing."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class Ran:
     """One run of a script.
 
     Attributes:
-        code: the exit status; None if the time ran out.
+        code: the exit status, or None after a timeout.
         seconds: from start to end.
-        losses: what each rank differentiated, with all its digits, by rank.
+        losses: the losses that each rank differentiated, with all digits.
         output: what it printed.
-        verdict: what check says of it; None without check, or if it says nothing.
+        verdict: check's verdict, or None without one.
     """
 
     code: int | None
@@ -61,7 +61,7 @@ class Ran:
 
 @dataclass(frozen=True)
 class Placed:
-    """A script in a folder of its own, ready to run with an interpreter. Every run works on a new copy."""
+    """A script in a folder of its own, ready to run with an interpreter. Every run uses a new copy."""
 
     script: Script
     folder: Path
@@ -70,11 +70,11 @@ class Placed:
 
     @property
     def original(self) -> Path:
-        """The folder that runs copy."""
+        """The folder that every run copies."""
         return self.folder / "original"
 
     def run(self, before: tuple[str, ...] = ()) -> Ran:
-        """Run the script, with the words ``before`` in front of its command."""
+        """Run the script, with the arguments ``before`` in front of its command."""
         with tempfile.TemporaryDirectory(dir=self.folder) as name:
             copied, private = Path(name) / "copy", Path(name) / "private"
             shutil.copytree(self.original, copied)
@@ -96,7 +96,7 @@ class Placed:
             return replace(ran, verdict=read_verdict(file) if file.exists() else None)
 
     def _environment(self, at: Path, private: Path) -> dict[str, str]:
-        """Return the environment of a run in ``at``; what it writes for us goes to ``private``."""
+        """Return the environment of a run in ``at``; files for us go to ``private``."""
         for new in ("bin", "losses"):
             (private / new).mkdir(parents=True)
         for name, words in LAUNCHERS.items():
@@ -119,7 +119,7 @@ class Placed:
 
 
 def interpreter(script: Script, candidates: tuple[str, ...]) -> str:
-    """Return the first interpreter that has the modules which a script needs."""
+    """Return the first interpreter that has the modules a script needs."""
     if "slurm" in script.needs and "SLURM_CONF" not in os.environ:
         raise CannotRunError('needs a cluster: eval "$(ci/slurm_cluster.sh up)"')
     needs = tuple(need for need in script.needs if need != "slurm" and not (STAND_INS / need).is_dir())
@@ -131,13 +131,13 @@ def interpreter(script: Script, candidates: tuple[str, ...]) -> str:
 
 @cache
 def has(python: str, module: str) -> bool:
-    """Say whether an interpreter has a module."""
+    """Return whether an interpreter has a module."""
     code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
     return subprocess.run([python, "-c", code], check=False, env=clean_environment()).returncode == 0
 
 
 def clean_environment() -> dict[str, str]:
-    """Return this process's environment without what points Python at this project."""
+    """Return this process's environment without the variables that point Python at this project."""
     return {
         name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PLUMBLINE", "VIRTUAL"))
     }
@@ -167,7 +167,7 @@ def prepare(script: Script, folder: Path, checkouts: Path | None, python: str, l
 
 
 def check_out(script: Script, folder: Path, checkouts: Path | None) -> None:
-    """Write the files of a script's repository, at its commit, into ``folder``."""
+    """Write the files of a script's repository, at the pinned commit, into ``folder``."""
     commit = COMMITS[script.source]
     clone = f"git clone https://github.com/{script.source} {script.source.replace('/', '+')}"
     at = checkouts / script.source.replace("/", "+") if checkouts else None
@@ -185,7 +185,7 @@ def check_out(script: Script, folder: Path, checkouts: Path | None) -> None:
 def execute(
     command: list[str], at: Path, environment: dict[str, str], file: Path, limit: float
 ) -> tuple[int | None, str]:
-    """Run a command; return its exit status, None if the time ran out, and what it printed."""
+    """Run a command; return its exit status (None after a timeout) and its output."""
     with file.open("w+b") as output:
         process = subprocess.Popen(
             command,
@@ -204,7 +204,7 @@ def execute(
 
 
 def wait(process: subprocess.Popen[bytes], limit: float) -> int | None:
-    """Wait for a process; end its whole session where the time runs out, and return None."""
+    """Wait for a process; after a timeout, kill its whole session and return None."""
     try:
         return process.wait(limit)
     except subprocess.TimeoutExpired:
@@ -214,7 +214,7 @@ def wait(process: subprocess.Popen[bytes], limit: float) -> int | None:
 
 
 def end_all(folder: str) -> None:
-    """End the processes of the run whose losses go to ``folder``: launchers give workers sessions of their own."""
+    """Kill the processes whose losses go to ``folder``, because launchers start workers in sessions of their own."""
     mark = f"CHECK_SCRIPTS_LOSSES={folder}\0".encode()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""A script of the corpus: where it comes from, how it is started, what it needs."""
+"""A script of the corpus: its source, its command and its requirements."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ class Script:
     """One training script.
 
     Attributes:
-        name: what it is called in the tables.
-        command: the command line, as a user types it in the folder ``folder``.
-        covers: what of a training it shows.
+        name: its name in the tables.
+        command: the command line, as a user types it in ``folder``.
+        covers: which features of training it has.
         source: a repository ``owner/name`` on GitHub, or ``rewritten`` for a file of ``scripts/``.
-        folder: the folder of the repository that the command runs in.
-        also: the files and folders of the repository that it needs.
-        needs: modules it imports beside what the project's own tests need; some have a stand-in in ``stand_ins``.
-        data: what ``data.py`` writes into the folder first.
+        folder: the folder in the repository where the command runs.
+        also: other files and folders of the repository that it needs.
+        needs: modules that the project's own tests do not need; some have a stand-in in ``stand_ins``.
+        data: the kind of data that ``data.py`` writes first.
         environment: variables that are set for it.
-        changes: a file, a pattern and what replaces it, where the original asks for devices that are not here, for an
-            older library, or has its size in its text. A script with changes does not count as unmodified.
-        is_adapted: a stand-in changes what it runs on: it does not count as unmodified.
-        ranks: how many ranks train.
-        steps: how many optimizer steps it does.
-        accepted: what check may say: ``right``, ``right in part``, ``not judged``, ``wrong``.
-        because: why the script is wrong, proven by hand, or why it cannot be judged, or not all of it.
-        is_wrong: the training is wrong, whatever can be judged of it.
-        calls_backward: False where losses are differentiated otherwise, so that they cannot be compared.
-        races: processes write to the same weights without waiting, so that no two runs have the same losses.
+        changes: files, patterns and replacements, if the original needs devices or an older library, or hard-codes its
+            size. A script with changes does not count as unmodified.
+        is_adapted: a stand-in changes what it runs on, so it does not count as unmodified.
+        ranks: the number of ranks.
+        steps: the number of optimizer steps.
+        accepted: the accepted verdicts: ``right``, ``right in part``, ``not judged``, ``wrong``.
+        because: why the script is wrong, as proven by hand, or why it cannot be judged completely.
+        is_wrong: the training is wrong, even if that cannot be judged.
+        calls_backward: False if losses are differentiated in another way, so that they cannot be compared.
+        races: processes write to the same weights without synchronisation, so that losses differ between runs.
     """
 
     name: str
@@ -57,5 +57,5 @@ class Script:
 
     @property
     def is_unmodified(self) -> bool:
-        """Whether it is somebody else's script, as it was published."""
+        """Whether it is somebody else's script, as published."""
         return self.source != REWRITTEN and not self.changes and not self.is_adapted

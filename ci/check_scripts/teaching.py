@@ -1,4 +1,4 @@
-"""Scripts that people learn from: tutorials and implementations of papers, as they were published."""
+"""Published scripts for learners: tutorials and implementations of papers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from script import PICTURES, Script
 
 
 def lesson(folder: str, covers: str, samples: int = 400, **more: object) -> Script:
-    """Return a lesson of the tutorial by yunjey; its batches are of 100."""
+    """Return a lesson of yunjey's tutorial, which has batches of 100."""
     whole = f"tutorials/{folder}"
     settings: dict[str, object] = {
         "source": "yunjey/pytorch-tutorial",
@@ -21,7 +21,7 @@ def lesson(folder: str, covers: str, samples: int = 400, **more: object) -> Scri
 
 
 def gan(name: str, covers: str, **more: object) -> Script:
-    """Return one of the adversarial networks by eriklindernoren."""
+    """Return one of eriklindernoren's GANs."""
     folder = f"implementations/{name}"
     settings: dict[str, object] = {
         "source": "eriklindernoren/PyTorch-GAN",

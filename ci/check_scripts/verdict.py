@@ -1,4 +1,4 @@
-"""What ``plumbline check --json`` wrote about one run."""
+"""Reads the output of ``plumbline check --json`` about one run."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ BAD = ("failed", "crashed", "timed_out")
 class Verdict:
     """The verdict on a command: ``right``, ``right in part``, ``wrong`` or ``not judged``, and the sentence behind it.
 
-    ``check`` and ``cause`` are those of the first finding against the script, ``noise`` its error in units of rounding
-    noise; where nothing is wrong, ``noise`` is the largest error of all. ``bad`` names all that is held against it.
-    ``coverage`` is the share of the trainable parameters that was computed again; None where nothing was recorded.
-    ``broken`` names the checks that an exception of ours ended.
+    ``check`` and ``cause`` are those of the first bad finding, and ``noise`` is its error in units of rounding noise.
+    If nothing is wrong, ``noise`` is the largest error. ``bad`` names all bad findings. ``coverage`` is the share of
+    the trainable parameters that was recomputed, or None if nothing was recorded. ``broken`` names the checks that
+    raised an exception.
     """
 
     answer: str

@@ -16,7 +16,7 @@ CAPABILITIES = ["accumulation", "scheduler"]
     name="accelerate-example", backends=["ddp"], precisions=list(MIXED), capabilities=CAPABILITIES, library="accelerate"
 )
 def train(job, script=gradient_accumulation):
-    """Put the job in the place of what the script downloads."""
+    """Replace the script's downloads with the job."""
     script.get_dataloaders = lambda accelerator, batch_size: (
         DataLoader(job.dataset, batch_size, shuffle=job.shuffle),
         DataLoader(job.val_dataset, batch_size),

@@ -1,4 +1,4 @@
-"""For each accusation of a script, as published, the program that shows by hand that it is true."""
+"""Programs that prove each accusation of a published script by hand."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ REPRODUCTIONS = ROOT / "suites" / "expectations" / "reproductions"
 
 @dataclass(frozen=True)
 class Proof:
-    """A program that needs no Plumbline, for so many ``ranks``; ``because`` says in a sentence what it shows."""
+    """A program without Plumbline, for ``ranks`` ranks; ``because`` says in a sentence what it shows."""
 
     file: Path
     because: str
     ranks: int = 1
 
     def run(self) -> str | None:
-        """Return what it prints; None where it fails."""
+        """Return the program's output, or None if it fails."""
         command = [sys.executable, str(self.file)]
         if self.ranks > 1:
             torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={self.ranks}", "--standalone"]
             command = [*torchrun, "--no-python", *command]
-        # Unbuffered, ranks would write a line in two pieces, and into each other's.
+        # Without buffering, ranks would write lines in pieces and interleave them.
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
         return "\n".join(sorted(done.stdout.strip().splitlines())) if done.returncode == 0 else None

@@ -1,4 +1,4 @@
-"""The scripts with a mistake in each, and as repaired, as subjects. One fork server has them all."""
+"""The repaired scripts, and those with a mistake, as subjects in one module, for a single fork server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LIBRARIES = {"accelerate-example": "accelerate", "fabric-example": "lightning"}
 
 
 def module(name: str, text: str) -> ModuleType:
-    """Return ``text`` as a module whose lines tracebacks show."""
+    """Return ``text`` as a module whose lines appear in tracebacks."""
     made, file = ModuleType(name), f"<{name}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     exec(compile(text, file, "exec"), made.__dict__)
@@ -38,7 +38,7 @@ def put_up(subject: str, name: str, text: str) -> None:
 
 
 def text_of(subject: str) -> str:
-    """Return the script of a subject, as published."""
+    """Return a subject's published script."""
     return (HERE / f"{SCRIPTS[subject]}.py").read_text()
 
 

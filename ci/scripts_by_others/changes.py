@@ -1,6 +1,6 @@
-"""What can be changed in the scripts: repairs of what they do wrong as published, and mistakes put into them.
+"""Changes of the scripts: repairs of the mistakes that they have as published, and new mistakes.
 
-A change replaces lines of a script's text. A mistake is put into the repaired script, so that it is alone.
+A change replaces lines of a script's text. A mistake is put into the repaired script, so that it is the only one.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ SCRIPTS = {
     "accelerate-example": "gradient_accumulation",
     "fabric-example": "own_trainer",
 }
-"""The script of each subject; the adapter is a file called like the subject."""
+"""The script of each subject; its adapter is named after the subject."""
 
 REPAIRS: dict[str, Replacements] = {
-    # Its sampler is never told the epoch.
+    # It never calls set_epoch.
     "pytorch-tutorial": (
         (
             "            self._run_epoch(epoch)\n",
             "            self.train_data.sampler.set_epoch(epoch)\n            self._run_epoch(epoch)\n",
         ),
     ),
-    # It steps when a counter of steps is a multiple of the window: once, and never again. Losses are not divided.
+    # It steps if the number of steps is a multiple of the window: once, and never again. Losses are not divided.
     "fabric-example": (
         (
             "should_optim_step = self.global_step % self.grad_accum_steps == 0\n",
@@ -36,22 +36,22 @@ REPAIRS: dict[str, Replacements] = {
         ("self.fabric.backward(loss)", "self.fabric.backward(loss / self.window)"),
     ),
 }
-"""The changes that make the wrong published scripts right."""
+"""The changes that repair the wrong published scripts."""
 
 
 PLAIN = ("mlp/ddp/1x2/32", "cnn-batchnorm/ddp/1x3/32", "lm-tokens/ddp/1x4/64", "adamw/ddp/1x2/32")
-ONE_RATE = PLAIN[:3]  # nanoGPT gives all groups of parameters one rate, and that of adamw has two
-# Windows of as many micro-batches as there are ranks would make a sum over these and a sum over those the same tensor.
+ONE_RATE = PLAIN[:3]  # nanoGPT sets one rate in all parameter groups, but the workload adamw has two
+# With as many micro-batches as ranks, a sum over micro-batches and a sum over ranks would have the same factor.
 WINDOWS = ("accumulation/ddp/1x2/32", "accumulation/ddp/1x4/32", "accumulation-tokens/ddp/1x3/32")
 CLIPPED = ("clipping/ddp/1x2/16", "clipping-adamw/ddp/1x3/16")
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """``replacements`` in the script of ``subject``, and what the first finding on each of ``cells`` must then be.
+    """``replacements`` in the script of ``subject``, and the expected first finding on each of ``cells``.
 
-    ``causes`` are those that name the mistake; none where the changed script is right. ``repaired`` says whether the
-    script is repaired before.
+    ``causes`` are those that name the mistake; none if the changed script is right. ``repaired``: the script is
+    repaired first.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Mistake:
 
     @property
     def id(self) -> str:
-        """A name that no other has."""
+        """A unique name."""
         return f"{self.subject}-{self.name}"
 
 
@@ -71,7 +71,7 @@ DRAWN = (
     "{0}torch.manual_seed({1})\n{0}for parameter in {2}.parameters():\n"
     "{0}    torch.nn.init.normal_(parameter, std=0.1)\n"
 )
-"""A rank's own weights, as a script has them that builds its model after seeding each rank otherwise."""
+"""Initialises each rank's own weights, as a script does that seeds ranks differently before it builds its model."""
 
 TUTORIAL_DDP = 'self.model = DDP(self.model, device_ids=[self.rank] if self.device.type == "cuda" else None)\n'
 GPT_DDP = 'model = DDP(model, device_ids=[torch.device(device).index] if device_type == "cuda" else None)\n'
@@ -198,10 +198,10 @@ MISTAKES = (
 
 
 def changed(text: str, replacements: Replacements) -> str:
-    """Return ``text`` with each of ``replacements`` made everywhere.
+    """Return ``text`` with all ``replacements`` applied at every match.
 
     Raises:
-        ValueError: what is to be replaced is not there: the script has changed.
+        ValueError: a text to be replaced is missing: the script has changed.
     """
     for old, new in replacements:
         if old not in text:

@@ -30,7 +30,7 @@ class Module(pl.LightningModule):
 
 @subject(name="fabric-example", library="lightning", **DECLARED)
 def train(job, script=own_trainer):
-    """Hand the job over to the trainer as a LightningModule and two loaders."""
+    """Pass the job to the trainer as a LightningModule and two loaders."""
     loaders = DataLoader(job.dataset, job.batch_size, shuffle=job.shuffle), DataLoader(job.val_dataset, job.batch_size)
     settings = {"strategy": "ddp", "precision": PRECISIONS[job.precision], "grad_accum_steps": job.accumulate}
     device = {"accelerator": "gpu" if job.accelerator == "cuda" else "cpu", "devices": job.gpus}

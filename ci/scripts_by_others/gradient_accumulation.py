@@ -1,7 +1,7 @@
 """Accelerate's ``accumulate`` around a model that returns its own loss, with an evaluation after each epoch.
 
 Written anew after huggingface/accelerate, examples/by_feature/gradient_accumulation.py (Apache-2.0): the same calls in
-the same order. Otherwise: what the original downloads is made by functions; it evaluates the loss.
+the same order. Differences: functions replace the downloads, and the evaluation computes the loss.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.optim import AdamW
 
 
 def get_dataloaders(accelerator, batch_size):
-    """Return the batches to train on and to evaluate, of dicts with ``to``."""
+    """Return the batches for training and evaluation, as dicts with ``to``."""
     raise NotImplementedError("put your data here")
 
 
@@ -28,7 +28,7 @@ def get_optimizer(model, lr):
 
 
 def get_scheduler(optimizer, steps):
-    """Return a rate that falls to zero."""
+    """Return a schedule whose rate falls to zero."""
     return torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
 
 

@@ -1,7 +1,7 @@
 """A ``Trainer`` class under DistributedDataParallel, started by torchrun.
 
 Written anew after pytorch/examples, distributed/ddp-tutorial-series/multigpu_torchrun.py (BSD-3-Clause): the same
-structure, the same calls in the same order. Otherwise: the device may be the cpu; the loss stands at the top.
+structure, and the same calls in the same order. Differences: the device may be the CPU; the loss is at the top.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ loss_function = torch.nn.CrossEntropyLoss()
 
 
 def ddp_setup(backend):
-    """Join the process group that torchrun's variables describe."""
+    """Join the process group that torchrun's environment variables describe."""
     init_process_group(backend=backend)
 
 
 class Trainer:
-    """Trains a model on the batches of a loader, and saves a snapshot now and then."""
+    """Trains a model on the batches of a loader, and saves snapshots."""
 
     def __init__(self, model, train_data, optimizer, save_every, snapshot_path):
         self.rank = int(os.environ["LOCAL_RANK"])
@@ -62,7 +62,7 @@ class Trainer:
             self._run_batch(source, targets)
 
     def train(self, max_epochs):
-        """Train until so many epochs are done, also those before the snapshot."""
+        """Train until ``max_epochs`` epochs are done, including those before the snapshot."""
         for epoch in range(self.epochs_run, max_epochs):
             self._run_epoch(epoch)
             if self.rank == 0 and epoch % self.save_every == 0:

@@ -13,7 +13,7 @@ CAPABILITIES = ["accumulation", "clipping"]
 
 @subject(name="nanogpt", backends=["ddp"], precisions=list(DTYPES), capabilities=CAPABILITIES, data="iterations")
 def train(job, script=train_gpt):
-    """Put the job in the place of the script's settings, data, model and optimizer."""
+    """Replace the script's settings, data, model and optimizer with the job's."""
 
     def get_batch():
         batch = job.dataset.batch(torch.randint(len(job.dataset), (job.batch_size,)))

@@ -1,7 +1,7 @@
-"""A small trainer of one's own around Lightning Fabric, for a LightningModule.
+"""A small custom trainer around Lightning Fabric, for a LightningModule.
 
 Written anew after Lightning-AI/pytorch-lightning, examples/fabric/build_your_own_trainer/trainer.py (Apache-2.0): the
-same structure, the same calls in the same order. Left out: progress bars, monitored values, limits.
+same structure, and the same calls in the same order. Left out: progress bars, monitored values, limits.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class MyCustomTrainer:
         self.checkpoint_dir = checkpoint_dir
 
     def fit(self, model, train_loader, val_loader):
-        """Train ``model``, whose ``configure_optimizers`` returns a list of one optimizer, and one of schedules."""
+        """Train ``model``; ``configure_optimizers`` returns a list with an optimizer and a list with a schedule."""
         self.fabric.launch()
         train_loader = self.fabric.setup_dataloaders(train_loader, use_distributed_sampler=self.use_distributed_sampler)
         if val_loader is not None:
@@ -102,7 +102,7 @@ class MyCustomTrainer:
         torch.set_grad_enabled(True)
 
     def training_step(self, model, batch, batch_idx):
-        """Compute a batch forward and backward; the optimizer's step calls it, or nobody steps yet."""
+        """Run a batch's forward and backward; called by the optimizer's step, or alone between steps."""
         outputs = model.training_step(batch, batch_idx=batch_idx)
         loss = outputs if isinstance(outputs, torch.Tensor) else outputs["loss"]
         self.fabric.call("on_before_backward", loss)
@@ -111,13 +111,13 @@ class MyCustomTrainer:
         return loss
 
     def step_scheduler(self, model, scheduler_cfg, level, current_value):
-        """Step the schedule if it is one of this level, and its time has come."""
+        """Step the scheduler if it is of this level and due."""
         if scheduler_cfg is None or scheduler_cfg["interval"] != level:
             return
         if current_value % scheduler_cfg["frequency"] == 0:
             model.lr_scheduler_step(scheduler_cfg["scheduler"], None)
 
     def save(self, state):
-        """Save model, optimizer, and how far training is."""
+        """Save the model, the optimizer and the progress."""
         state |= {"global_step": self.global_step, "current_epoch": self.current_epoch}
         self.fabric.save(os.path.join(self.checkpoint_dir, f"epoch-{self.current_epoch:04d}.ckpt"), state)

@@ -12,7 +12,7 @@ from plumbline import subject
 
 @subject(name="pytorch-tutorial", backends=["ddp"], precisions=["64", "32"], shuffle="always", library="torch")
 def train(job, script=multigpu_torchrun):
-    """Put the job in the place of what the script loads."""
+    """Replace what the script loads with the job."""
 
     def load_train_objs():
         model = job.model()

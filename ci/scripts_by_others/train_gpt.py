@@ -1,8 +1,8 @@
-"""One loop from top to bottom over random windows of a text: accumulation, clipping, mixed precision.
+"""A plain loop over random windows of a text, with accumulation, clipping and mixed precision.
 
-Written anew after karpathy/nanoGPT, train.py (MIT): the same order of the same calls, settings as names at the top.
-Otherwise: inside of a function; the model's file is not here; autocast and GradScaler also work on the cpu; nothing is
-compiled, evaluated or saved.
+Written anew after karpathy/nanoGPT, train.py (MIT): the same calls in the same order, with settings at the top.
+Differences: the loop is in a function; the model's file is not here; autocast and GradScaler also work on the CPU;
+nothing is compiled, evaluated or saved.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ batch_size = 12
 block_size = 64
 learning_rate = 6e-4
 max_iters = 100
-grad_clip = 1.0  # 0.0: none
+grad_clip = 1.0  # 0.0: no clipping
 backend = "nccl"
 device = "cuda"
 dtype = "float32"  # or bfloat16, float16
@@ -27,7 +27,7 @@ data = torch.randint(50, (10_000,))
 
 
 def get_batch():
-    """Return windows that begin anywhere, and the same ones a token later."""
+    """Return random windows, and the same windows shifted by a token."""
     ix = torch.randint(len(data) - block_size, (batch_size,))
     x = torch.stack([data[i : i + block_size] for i in ix])
     y = torch.stack([data[i + 1 : i + 1 + block_size] for i in ix])
@@ -35,12 +35,12 @@ def get_batch():
 
 
 def make_model():
-    """Return the model: ``model(X, Y)`` are logits and loss."""
+    """Return the model; ``model(X, Y)`` returns logits and loss."""
     raise NotImplementedError("put your GPT here")
 
 
 def configure_optimizers(model):
-    """Return its optimizer."""
+    """Return the model's optimizer."""
     return torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95))
 
 
@@ -50,7 +50,7 @@ def train():
     ddp = int(os.environ.get("RANK", -1)) != -1
     if ddp:
         init_process_group(backend=backend)
-        seed_offset = int(os.environ["RANK"])  # each rank draws other windows
+        seed_offset = int(os.environ["RANK"])  # each rank draws different windows
         assert micro_steps % int(os.environ["WORLD_SIZE"]) == 0
         micro_steps //= int(os.environ["WORLD_SIZE"])
     else:

@@ -1,7 +1,7 @@
-"""Write every loss that a script differentiates, with all its digits, into the folder ``CHECK_SCRIPTS_LOSSES``.
+"""Writes every loss that a script differentiates, with all its digits, into the folder ``CHECK_SCRIPTS_LOSSES``.
 
-Python imports this at start-up where its folder is on ``PYTHONPATH``: the script itself stays as it is. One file per
-process and thread that calls ``backward``, with the rank in its name where there is one.
+Python imports this file at start-up if its folder is on ``PYTHONPATH``, so the script itself stays unchanged. There is
+one file per process and thread that calls ``backward``, with the rank in its name if there is one.
 """
 
 import os
@@ -14,7 +14,7 @@ class _AfterAutograd:
     """Wrap ``torch.autograd.backward`` as soon as something has imported it."""
 
     def find_spec(self, name, path=None, target=None):
-        """Look whether it is there; find nothing."""
+        """Wrap it if it has been imported; never find a module."""
         autograd = sys.modules.get("torch.autograd")
         if name.startswith("torch.") and hasattr(autograd, "backward") and "torch.nn" in sys.modules:
             sys.meta_path.remove(self)

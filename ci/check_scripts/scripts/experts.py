@@ -71,7 +71,7 @@ class Model(nn.Module):
 
 
 def average_gradients(model, world):
-    """An expert's gradient comes from the tokens of all ranks; others are added up here."""
+    """Sum and average all gradients but the experts', which already come from the tokens of all ranks."""
     for name, parameter in model.named_parameters():
         if "experts" not in name:
             dist.all_reduce(parameter.grad)

@@ -1,4 +1,4 @@
-"""FSDP2, with the optimizer made before `fully_shard`: it holds the parameters of before, and no weight ever moves.
+"""FSDP2, with the optimizer created before `fully_shard`: it holds the old parameters, and no weight ever moves.
 
 torchrun --standalone --nproc-per-node 2 optimizer_before_shards.py
 """

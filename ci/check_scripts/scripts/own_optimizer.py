@@ -1,4 +1,4 @@
-"""An optimizer that is not of torch.optim, on a model without a module around its parameters' use in the loss.
+"""An optimizer that is not from torch.optim, on a model whose parameters are used in the loss directly.
 
 torchrun --standalone --nproc-per-node 2 own_optimizer.py
 """

@@ -62,7 +62,7 @@ class Model(nn.Module):
 
 
 def reduce_gradients(model, world):
-    """Average gradients, as each rank's loss is the mean over its own part."""
+    """Average gradients, because each rank's loss is the mean over its own part."""
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
         parameter.grad /= world

@@ -1,4 +1,4 @@
-"""Experts of which each batch uses one, and a head that no batch uses: find_unused_parameters.
+"""Each batch uses one of the experts, and none uses the auxiliary head: find_unused_parameters.
 
 torchrun --standalone --nproc-per-node 2 unused_branches.py
 """

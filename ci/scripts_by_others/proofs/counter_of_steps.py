@@ -1,7 +1,7 @@
-"""Lightning's own-trainer example decides by its counter of optimizer steps when to step the next time.
+"""Lightning's own-trainer example uses its counter of optimizer steps to decide when to step next.
 
-Prints what its condition makes of six batches in windows of two, and the weight: it moves at the first batch, then the
-counter stays 1, which is no multiple of 2.
+Prints the condition and the weight for six batches in windows of two. The weight moves at the first batch; then the
+counter stays 1, which is not a multiple of 2.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""nanoGPT writes one learning rate into all groups of its optimizer before each step, whatever they were made with.
+"""nanoGPT sets one learning rate in all parameter groups before each step, even if they had different ones.
 
 Prints the rates of two groups before and after its two lines.
 """

@@ -1,6 +1,6 @@
 """Accelerate's set_seed, as the example calls it, seeds all ranks alike: dropout drops the same units on each.
 
-Run by torchrun --nproc-per-node 2, it prints a mask on each rank; then with device_specific=True.
+Run with torchrun --nproc-per-node 2. Prints a mask on each rank, and then another with device_specific=True.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""DistributedSampler shuffles by seed + epoch: where nobody tells it the epoch, every epoch is the first.
+"""DistributedSampler shuffles by seed + epoch: without set_epoch, every epoch has the first one's order.
 
 Prints the samples of rank 0 in three epochs, as in the tutorial, and then with set_epoch.
 """

@@ -1,4 +1,4 @@
-"""Point what Megatron asks of ``torch.cuda`` to the CPU: its device, its streams, and the states of its generator."""
+"""Redirects Megatron's calls of ``torch.cuda`` to the CPU: devices, streams, and generator states."""
 
 import functools
 
@@ -16,7 +16,7 @@ def _on_cpu(inner):
 
 
 class _Stream:
-    """A stream, an event, or the context of one: nothing runs beside the CPU."""
+    """A stream, an event or a context that does nothing, because the CPU has no streams."""
 
     def __init__(self, *arguments, **options):
         pass
@@ -44,7 +44,7 @@ _type = torch.Tensor.type
 
 
 def _named_cuda(self, *arguments, **options):
-    """Megatron's distributed optimizer knows the parameters that it may shard by the name of their type."""
+    """Megatron's distributed optimizer recognises the parameters that it may shard by the name of their type."""
     named = _type(self, *arguments, **options)
     return named.replace("torch.", "torch.cuda.") if isinstance(named, str) else named
 

@@ -1,4 +1,4 @@
-"""Run torchtitan's own training, ``torchtitan.train``, on the CPU with gloo: it asks torch for an accelerator."""
+"""Runs torchtitan's own training, ``torchtitan.train``, on the CPU with gloo, although it requires an accelerator."""
 
 from types import SimpleNamespace
 
@@ -22,17 +22,17 @@ _set_factor = FSDPModule.set_gradient_divide_factor
 
 def _set_factor_on_gloo(self, factor):
     _set_factor(self, factor)
-    self.set_force_sum_reduction_for_comms(True)  # gloo does not multiply
+    self.set_force_sum_reduction_for_comms(True)  # gloo does not support premultiplied sums
 
 
 FSDPModule.set_gradient_divide_factor = _set_factor_on_gloo
-torchtitan.distributed.utils.set_pg_timeouts = lambda *arguments, **options: None  # its barrier names a device
-flex_attention._validate_device = lambda *tensors: None  # torch refuses a backward pass of flex_attention on the CPU
+torchtitan.distributed.utils.set_pg_timeouts = lambda *arguments, **options: None  # its barrier passes a device
+flex_attention._validate_device = lambda *tensors: None  # torch has no backward for it on the CPU
 FlexAttention._compiled_flex_attn = flex_attention.flex_attention
 
 
 def _accept_micro_batches(schedule):
-    """Let ``step`` take micro-batches, as torchtitan 0.3.0 passes them: torch 2.13 splits a batch only."""
+    """Let ``step`` accept micro-batches, which torchtitan 0.3.0 passes; torch 2.13 only splits a batch itself."""
     step = schedule.step
 
     def step_micro_batches(self, *args, kwarg_mbs=None, arg_mbs=None, target_mbs=None, **options):

@@ -1,3 +1,3 @@
 """A stand-in for timm, which needs torchvision: the layers of a vision transformer, under the names of its modules."""
 
-__version__ = "0.3.2"  # that which MAE asks for
+__version__ = "0.3.2"  # the version that MAE requires

@@ -23,11 +23,11 @@ class _Pictures(Dataset):
         self.pictures, self.transform, self.target_transform = pictures, transform, target_transform
 
     def stored(self, pictures):
-        """Return the attribute ``data`` as this data set has it."""
+        """Return the attribute ``data`` in this data set's format."""
         return pictures
 
     def labels(self, labels):
-        """Return the attribute ``targets`` as this data set has it."""
+        """Return the attribute ``targets`` in this data set's format."""
         return labels.tolist()
 
     def __len__(self):
@@ -75,7 +75,7 @@ class CelebA(_Pictures):
 
 
 class FakeData(_Pictures):
-    """Pictures of the size that is asked for, but no more of them than in the other data sets."""
+    """Pictures of the requested size, but at most as many as in the other data sets."""
 
     def __init__(self, size=1000, image_size=(3, 224, 224), num_classes=10, transform=None, **options):
         self.size, self.classes = tuple(image_size), num_classes

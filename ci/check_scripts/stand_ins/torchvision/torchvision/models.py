@@ -1,13 +1,13 @@
-"""A residual network under the name that scripts ask for, of fewer and narrower layers than the original."""
+"""Residual networks under the names that scripts use, with fewer and narrower layers than the originals."""
 
 import torch.nn.functional as F
 from torch import nn
 
-FIRST, WIDTH = 64, 16  # scripts that replace the first convolution know how many channels it has
+FIRST, WIDTH = 64, 16  # scripts that replace the first convolution expect this number of channels
 
 
 class _Block(nn.Module):
-    """Two convolutions with batch normalisation around a shortcut."""
+    """Two convolutions with batch normalisation, and a shortcut around them."""
 
     def __init__(self, inputs, outputs, stride):
         super().__init__()

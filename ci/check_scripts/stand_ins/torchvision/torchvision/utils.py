@@ -1,4 +1,4 @@
-"""Pictures for people: nothing is drawn here."""
+"""Functions that show pictures to people; these do nothing."""
 
 
 def make_grid(tensor, **options):

@@ -5,7 +5,7 @@ from torch import nn
 
 
 class PatchEmbed(nn.Module):
-    """Pieces of a square picture as vectors."""
+    """Embeds the patches of a square picture as vectors."""
 
     def __init__(self, img_size, patch_size, in_chans, embed_dim, bias=True):
         super().__init__()
@@ -18,7 +18,7 @@ class PatchEmbed(nn.Module):
 
 
 class Attention(nn.Module):
-    """Every vector looks at every other."""
+    """Self-attention."""
 
     def __init__(self, dim, num_heads, qkv_bias=False):
         super().__init__()
@@ -49,7 +49,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and two linear layers, each after a norm and beside the identity."""
+    """Attention and an MLP, each after a norm, with a residual connection."""
 
     def __init__(self, dim, num_heads, mlp_ratio=4.0, qkv_bias=False, qk_scale=None, norm_layer=nn.LayerNorm):
         super().__init__()

@@ -10,7 +10,7 @@ def to_tensor(picture):
 
 
 def resize(picture, size, **options):
-    """Return a picture with another number of pixels; a single number is that of both sides."""
+    """Return a picture with another number of pixels; a single number is used for both sides."""
     size = (size, size) if isinstance(size, int) else tuple(size)
     grown = F.interpolate(picture[None].to(torch.float32), size, mode="bilinear", align_corners=False)[0]
     return grown.round().to(torch.uint8) if picture.dtype == torch.uint8 else grown
