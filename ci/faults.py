@@ -50,7 +50,7 @@ FAULTS: list[Fault] = sorted([*OF_RANKS, *OF_RUNS, *OF_FILES], key=lambda fault:
 
 
 def examine(fault: Fault, bench: Bench) -> Tally:
-    """Inject a fault; pools that are warm before it are no leftovers."""
+    """Inject a fault; pools that were warm before are not leftovers."""
     started, wrong, left = time.monotonic(), [], Leftovers()
     folder, before, pools = bench.folder(), Present.now(bench.temporary), bench.pools
     try:
@@ -67,7 +67,7 @@ def examine(fault: Fault, bench: Bench) -> Tally:
         left = left_since(before, bench.temporary)
         if left.folders:
             wrong.append(f"left {sorted(Present.now(bench.temporary).folders - before.folders)}")
-        end_all(before.processes)  # now that they are counted
+        end_all(before.processes)  # after they were counted
     seconds, load = time.monotonic() - started, os.getloadavg()[0]
     return Tally(fault.row, fault.name, fault.must, 1, int(shot.right), left, seconds, load, tuple(wrong))
 
@@ -83,11 +83,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("no fault has this name: see --list")
         return 2
     alone = own_shared_memory()
-    # Who was started in the background may have been told to take no notice of Ctrl-C, and tell so whoever it starts.
+    # A background process may ignore SIGINT, and its children inherit this.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Ended by a time limit it clears up as if it had come to its end.
+    # On SIGTERM from a time limit, clean up as at a normal end.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    adopt()  # who loses its parent is ours to find
+    adopt()  # become the parent of orphans
     os.environ[MARK] = secrets.token_hex(8)
     torch.set_num_threads(1)
     kept, tallies, soaked = Kept(options.keep), [], None
@@ -119,9 +119,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _leaving_nothing() -> Iterator[Path]:
-    """Give this process a folder, and leave neither that nor anybody who was started meanwhile.
+    """Give this process a folder; at the end, remove it and kill all processes that were started meanwhile.
 
-    Where this process is killed the next one removes the folder.
+    If this process is killed, the next one removes the folder.
     """
     scratch = Scratch.new(RUN)
     try:

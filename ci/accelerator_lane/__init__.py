@@ -1,4 +1,4 @@
-"""The accelerator lane: what must be run on a machine with devices, in stages with time limits, and the report.
+"""The accelerator lane: stages for a machine with devices, their time limits, and the report.
 
-It needs the standard library only: it prepares the environment that the stages run in.
+It uses only the standard library, because it prepares the environment that the stages run in.
 """

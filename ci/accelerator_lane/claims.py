@@ -1,7 +1,7 @@
-"""Print what the newest run in a folder says of the documentation's claims on memory and speed.
+"""Print what the newest run in a folder says about the documentation's claims on memory and speed.
 
-Exits with 0 where at least one claim was measured, 1 where none was, 2 where there is no run. It runs in the
-environment that Plumbline is installed in.
+Exits with 0 if at least one claim was measured, 1 if none was, and 2 if there is no run. Run it in the environment in
+which Plumbline is installed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def main(folder: Path) -> int:
     runs = sorted(folder.glob("*/results.jsonl"), key=lambda path: path.stat().st_mtime)
     runs = [path for path in runs if not path.parent.is_symlink()]
     if not runs:
-        print(f"{folder} holds no run: run the stage performance first")
+        print(f"{folder} contains no run: run the stage performance first")
         return 2
     answered = claims(read_run(runs[-1].parent))
     print("| claim | answer | counted | ratio of |\n|---|---|---|---|")

@@ -9,9 +9,9 @@
     ci/accelerator --minutes 9 --resume DIR/cuda-1x-nvidia-h200.tar.gz  # goes on, here or on another such machine
     ci/accelerator --dry-run                          # prints the stages, their commands and limits
 
-Results, logs and runs lie in reports/<type>-<machine>/, the report beside it. Stages go on after a failure.
-Exit codes: 0 every stage passed; 1 some did not; 2 it could not be prepared, or wrong usage; 3 there is no device,
-and nothing was run; 4 none failed so far, and some are due: use --resume; 130 interrupted.
+Results, logs and runs are in reports/<type>-<machine>/, with the report beside it. A failure does not stop the lane.
+Exit codes: 0 every stage passed; 1 some did not; 2 preparation failed, or wrong usage; 3 there is no device, and
+nothing was run; 4 none failed so far, but some have not finished: use --resume; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _say_what_would_run(stages(options.gpus or 1), options.only)
         return NO_DEVICE
     try:
-        if options.python:  # before anything is made
+        if options.python:  # before any file is written
             told = ask_torch(options.python, accelerator=options.accelerator)
             if not told.get("gpus"):
                 return _no_device(told, options)

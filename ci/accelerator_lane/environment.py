@@ -1,8 +1,8 @@
-"""The interpreter that stages run in: an environment of its own, or one beside an interpreter that has torch already.
+"""The interpreter that stages run in: an environment of its own, or one on top of an interpreter that has torch.
 
-``--python`` names an interpreter with a build of torch for the devices: where nothing can be downloaded, and for other
-devices than CUDA's, for which constraints.txt has no build. It is not changed: a
-virtual environment beside it sees its packages, this checkout, and the wheels of ``--wheels``.
+``--python`` names an interpreter with a torch build for the devices. Use it if nothing can be downloaded, or for
+devices other than CUDA, for which constraints.txt has no build. It is not changed: a virtual environment on top of it
+sees its packages, this checkout, and the wheels of ``--wheels``.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ NEEDED_BY_TESTS = ("hypothesis", "pytest-timeout")
 
 
 class CannotPrepare(Exception):  # noqa: N818
-    """No environment could be made; the message says why and what to do."""
+    """The environment could not be created; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """Where the stages find ``python``, ``pytest`` and ``plumbline``; ``notes`` are for the report."""
+    """Where stages find ``python``, ``pytest`` and ``plumbline``; ``notes`` go into the report."""
 
     bin: Path
     variables: dict[str, str]
@@ -60,17 +60,16 @@ class Environment:
 
     @property
     def python(self) -> str:
-        """The interpreter's path."""
         return str(self.bin / "python")
 
 
 def prepare(root: Path, python: str | None, wheels: Path | None, say: Callable[[str], None]) -> Environment:
     """Return an environment in which the checkout ``root`` is installed.
 
-    Without ``python`` the README's installation is done, which needs a package index.
+    Without ``python``, install as the README says, which needs a package index.
 
     Raises:
-        CannotPrepare: the interpreter has not what is needed, or the installation failed.
+        CannotPrepare: the interpreter lacks something, or the installation failed.
     """
     if python is None:
         return _installed(root, say)
@@ -81,7 +80,7 @@ def prepare(root: Path, python: str | None, wheels: Path | None, say: Callable[[
 
 
 def _installed(root: Path, say: Callable[[str], None]) -> Environment:
-    """Install as the README says, into an environment of the lane's own; an earlier one is brought up to date."""
+    """Install as the README says, into the lane's own environment; update an existing one."""
     folder = root / FOLDER
     python = folder / "bin" / "python"
     say(f"installing into {FOLDER} (pass an environment that already has torch with --python)")
@@ -98,7 +97,7 @@ def _installed(root: Path, say: Callable[[str], None]) -> Environment:
 
 
 def _beside(root: Path, python: str, wheels: Path | None, say: Callable[[str], None]) -> Environment:
-    """Make an environment that sees the packages of ``python``, the wheels before them, and this checkout."""
+    """Create an environment that sees the packages of ``python``, this checkout, and, before them, the wheels."""
     folder = root / FOLDER
     say(f"an environment beside {python}")
     _run([python, "-m", "venv", "--clear", "--without-pip", str(folder)], root)
@@ -132,7 +131,7 @@ def _beside(root: Path, python: str, wheels: Path | None, say: Callable[[str], N
 
 
 def _register(root: Path, project: dict[str, Any], site: Path, programs: Path, python: Path) -> None:
-    """Do what an installer would: metadata with the entry points, and the console scripts."""
+    """Do what an installer would: write metadata with the entry points, and the console scripts."""
     citation = (root / "CITATION.cff").read_text(encoding="utf-8")
     (version,) = re.findall(r"^version: (\S+)$", citation, re.MULTILINE)
     info = site / f"{project['name']}-{version}.dist-info"
@@ -159,7 +158,7 @@ def _environment(programs: Path, notes: list[str]) -> Environment:
     variables = dict(os.environ)
     variables["PATH"] = f"{programs}{os.pathsep}{variables.get('PATH', '')}"
     variables["VIRTUAL_ENV"] = str(programs.parent)
-    variables["PYTHONUNBUFFERED"] = "1"  # what a stage has printed when it is killed is in its log
+    variables["PYTHONUNBUFFERED"] = "1"  # so that the log of a killed stage has all that it printed
     variables.pop("PYTHONHOME", None)
     return Environment(programs, variables, notes)
 

@@ -1,4 +1,4 @@
-"""Runs stages in turn within a budget of time, and writes down what became of each as soon as it is known."""
+"""Runs stages in turn within a time budget, and saves each result as soon as it is known."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ from accelerator_lane.report import write_report
 from accelerator_lane.stage import CUT, DUE, TIMED_OUT, Stage, StageResult, run_stage
 
 LEAST_S = 15.0
-"""A stage is not begun with less time than this."""
+"""No stage starts with less time than this."""
 
 ARCHIVE_BYTES = 12 << 20
-"""About how much of what the stages wrote goes into the archive; logs and results first, evidence last."""
+"""The approximate size of the archive: logs and results go in first, evidence last."""
 
 _RESULTS, _MACHINE = "results.json", "machine.json"
 
 
 @dataclass
 class Lane:
-    """What is run where. ``folder`` keeps logs, results and the stages' own files; ``report`` is the page about them.
+    """Stages and where they run. ``folder`` has logs, results and the stages' own files; ``report`` is their page.
 
-    ``out`` is a folder that is given the report and an archive of ``folder`` after every stage, for machines that do
-    not last.
+    After every stage, the report and an archive of ``folder`` are copied to ``out``, for machines that do not last.
     """
 
     name: str
@@ -44,10 +43,10 @@ class Lane:
     least_s: float = LEAST_S
 
     def run(self, budget_s: float, only: Iterable[str] = (), *, resume: bool = False) -> dict[str, StageResult]:
-        """Run the stages, or ``only`` some, for at most ``budget_s`` altogether; return all results by name.
+        """Run the stages, or ``only`` some, for at most ``budget_s`` in total; return all results by name.
 
-        With ``resume`` those that came to their end before are not run again, and one that was cut is continued.
-        A stage's failure, or its limit, ends that stage alone.
+        With ``resume``, skip the stages that finished before, and continue one that was cut. A failure or a time limit
+        ends only its own stage.
         """
         end = time.monotonic() + budget_s
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -90,12 +89,12 @@ class Lane:
         self.say(f"{stage.name}: {stage.why} (at most {min(allowed, left_s):.0f} s)")
         result = run_stage(stage, place, log, self.environment, min(allowed, left_s), cwd=self.root, proceed=proceed)
         if result.outcome == CUT and left_s >= allowed:
-            result.outcome = TIMED_OUT  # its own limit, over all continuations
+            result.outcome = TIMED_OUT  # the stage's own limit, over all continuations
         result.seconds += spent
         return result
 
     def results(self) -> dict[str, StageResult]:
-        """Return what was written down by an earlier run of the lane; empty where there is nothing."""
+        """Return the results of an earlier run of the lane, or an empty dict."""
         try:
             told = json.loads((self.folder / _RESULTS).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -103,7 +102,7 @@ class Lane:
         return {name: StageResult(**values) for name, values in told.items()}
 
     def _write(self, results: Mapping[str, StageResult]) -> None:
-        """Write results, report and, where asked for, the archive; each file is whole at any moment."""
+        """Write results, report and, if requested, the archive; each file is replaced atomically."""
         told = json.dumps({name: result.to_json() for name, result in results.items()}, indent=1)
         _replace(self.folder / _RESULTS, told)
         _replace(self.folder / _MACHINE, json.dumps(dict(self.machine), indent=1))
@@ -115,7 +114,7 @@ class Lane:
 
 
 def pack(folder: Path, archive: Path, most: int = ARCHIVE_BYTES) -> None:
-    """Write ``folder`` into an archive: small files first and evidence last, until it holds ``most`` bytes."""
+    """Write ``folder`` into an archive, small files first and evidence last, up to ``most`` bytes."""
     files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
     files = [path for path in files if not any(part.is_symlink() for part in path.parents)]
     files.sort(key=lambda path: ("traces" in path.parts, path.suffix == ".html", path.stat().st_size))
@@ -129,7 +128,7 @@ def pack(folder: Path, archive: Path, most: int = ARCHIVE_BYTES) -> None:
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Put back what :func:`pack` wrote."""
+    """Extract an archive that :func:`pack` wrote."""
     folder.mkdir(parents=True, exist_ok=True)
     with tarfile.open(archive) as packed:
         for member in packed.getmembers():

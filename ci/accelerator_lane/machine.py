@@ -1,4 +1,4 @@
-"""The machine in words: devices, driver, software, processor. No host name, address or path."""
+"""Describes the machine: devices, driver, software, processor. No host name, address or path."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ print("TOLD" + json.dumps(told))
 def ask_torch(
     python: str, environment: Mapping[str, str] | None = None, accelerator: str = "auto"
 ) -> dict[str, object]:
-    """Return what the torch of an interpreter says of itself and of its devices; ``error`` says why it cannot."""
+    """Return what an interpreter's torch says about itself and its devices; ``error`` says why it cannot."""
     try:
         done = subprocess.run(
             [python, "-c", _ASK_TORCH, accelerator],
@@ -63,7 +63,7 @@ def ask_torch(
 
 
 def nvidia_gpus() -> list[list[str]]:
-    """Return name, memory, driver and compute mode of each GPU, from nvidia-smi; empty where there is none."""
+    """Return name, memory, driver and compute mode of each GPU, from nvidia-smi; empty if there is none."""
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version,compute_mode", "--format=csv,noheader"]
@@ -76,7 +76,7 @@ def nvidia_gpus() -> list[list[str]]:
 
 
 def describe(told: Mapping[str, object], commit: str | None) -> dict[str, str]:
-    """Return the machine by what is said of it; what cannot be found out is left out."""
+    """Return the machine's properties by name; unknown ones are left out."""
     rows = nvidia_gpus()
     named = told.get("devices") or [f"{name}, {memory}" for name, memory, _, _ in rows]
     assert isinstance(named, list)
@@ -103,7 +103,7 @@ def describe(told: Mapping[str, object], commit: str | None) -> dict[str, str]:
 
 
 def name_of(told: Mapping[str, object]) -> str:
-    """Return a short name for the machine's kind: the number and the model of its GPUs."""
+    """Return a short name of the machine: the number and the model of its GPUs."""
     devices = told.get("devices")
     names = [str(one).split(",")[0] for one in devices] if isinstance(devices, list) else []
     names = names or [row[0] for row in nvidia_gpus()]

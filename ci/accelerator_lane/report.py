@@ -1,4 +1,4 @@
-"""The page about a run of the lane: the machine, a table of stages, and the text of what went wrong."""
+"""The report about a run of the lane: the machine, a table of stages, and the text of failures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from accelerator_lane.stage import PASSED, Stage, StageResult
 
 MOST_CHARACTERS = 6000
-"""Of a stage's text in the report; the whole of it is in the stage's log."""
+"""The length of a stage's text in the report; its log has all of it."""
 
 _SHOWN_ALWAYS = ("claims",)
 
@@ -40,7 +40,7 @@ def write_report(
             continue
         lines += ["", f"## {stage.name}: {result.outcome}", "", f"    {_plain(result.command, folder)}"]
         if result.left_behind:
-            lines += ["", f"Processes still running after its end, which were killed: {result.left_behind}."]
+            lines += ["", f"Processes that were still running after its end, and were killed: {result.left_behind}."]
         if page := _run_page(folder / stage.name):
             lines += ["", _shortened(_plain(page, folder))]
         if result.outcome != PASSED or stage.name in _SHOWN_ALWAYS:
@@ -69,7 +69,7 @@ def _row(stage: Stage, result: StageResult | None) -> str:
 
 
 def _run_page(folder: Path) -> str:
-    """Return the one-screen page of the newest run below ``folder``, its headings two levels deeper."""
+    """Return the summary page of the newest run below ``folder``, with its headings two levels deeper."""
     pages = [path for path in folder.glob("*/report.md") if not path.parent.is_symlink()]
     if not pages:
         return ""
@@ -87,7 +87,7 @@ def _log(path: Path) -> str:
 
 
 def _failures(log: str) -> str:
-    """Return pytest's report of failures, and what follows it; else the end of the log."""
+    """Return pytest's failure report and what follows it, or else the end of the log."""
     begun = re.search(r"(?m)^=+ (?:FAILURES|ERRORS) =+$", log)
     return log[begun.start() :] if begun else "\n".join(log.splitlines()[-60:])
 
@@ -105,7 +105,7 @@ def _shortened(text: str) -> str:
 
 
 def _plain(text: str, folder: Path) -> str:
-    """Return ``text`` without the paths of this machine."""
+    """Return ``text`` without this machine's paths."""
     root = folder.parent.parent if folder.parent.name == "reports" else folder.parent
     for path in (str(root.resolve()), str(root)):
         text = text.replace(f"{path}/", "")

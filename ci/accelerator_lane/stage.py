@@ -1,4 +1,4 @@
-"""One stage of the lane: a command with a time limit, run to its end, and what became of it."""
+"""One stage of the lane: a command with a time limit, and its result."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ PASSED, FAILED, TIMED_OUT, CUT, MISSING = "passed", "failed", "timed out", "cut"
 """Outcomes. ``cut``: the time for all stages ended first, so this stage is due again when the lane is resumed."""
 
 DUE = (CUT, "running", "not reached")
-"""Outcomes after which a stage is run again when the lane is resumed."""
+"""Outcomes after which a resumed lane runs the stage again."""
 
 GRACE_S = (20.0, 5.0)
-"""Seconds after SIGINT, and after SIGTERM, before the next signal is sent; the last one is SIGKILL."""
+"""Seconds between signals: SIGINT, then SIGTERM, then SIGKILL."""
 
 _SUMMARY = re.compile(r"^=* ?((?:\d+ [a-z]+(?:, )?)+)(?: in [0-9.]+s.*)?=*$")
 _COUNT = re.compile(r"(\d+) ([a-z]+)")
@@ -31,7 +31,7 @@ _SET_CHILD_SUBREAPER = 36
 
 @dataclass(frozen=True)
 class Stage:
-    """A command and the seconds that it may take.
+    """A command and its time limit in seconds.
 
     ``suite``: the command is a pytest run over ``suites/`` that writes a run below the stage's folder, and can be
     continued there. ``{folder}`` in an argument stands for that folder. ``why`` says what the stage is for.
@@ -44,7 +44,7 @@ class Stage:
     suite: bool = False
 
     def arguments(self, folder: Path, *, proceed: bool = False) -> list[str]:
-        """Return the command for a stage whose files lie in ``folder``; ``proceed`` continues its unfinished run."""
+        """Return the command for a stage with this ``folder``; ``proceed`` continues its unfinished run."""
         words = [word.replace("{folder}", str(folder)) for word in self.command]
         if self.suite:
             words += ["--report-dir", str(folder)]
@@ -55,7 +55,7 @@ class Stage:
 
 @dataclass
 class StageResult:
-    """What became of a stage. ``counts`` are pytest's by outcome; ``seconds`` add up over continuations."""
+    """The result of a stage. ``counts`` are pytest's, by outcome; ``seconds`` add up over continuations."""
 
     name: str
     outcome: str
@@ -74,10 +74,10 @@ class StageResult:
 def run_stage(
     stage: Stage, folder: Path, log: Path, environment: Mapping[str, str], seconds: float, *, cwd: Path, proceed: bool
 ) -> StageResult:
-    """Run a stage for at most ``seconds``; what it prints is appended to ``log``.
+    """Run a stage for at most ``seconds``; append its output to ``log``.
 
-    When the time is over the command is interrupted as by Ctrl-C, then terminated, then killed. Whatever it has started
-    is killed after its end.
+    When the time is over, the command is interrupted as by Ctrl-C, then terminated, then killed. Afterwards, all
+    processes that it started are killed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     words = stage.arguments(folder, proceed=proceed)
@@ -124,7 +124,7 @@ def run_stage(
 
 
 def counts_in(text: str) -> dict[str, int]:
-    """Return the counts in the last summary line of pytest's in ``text``; empty where there is none."""
+    """Return the counts in the last pytest summary line of ``text``; empty if there is none."""
     for line in reversed(text.splitlines()):
         plain = re.sub(r"\x1b\[[0-9;]*m", "", line).strip()
         if found := _SUMMARY.match(plain):
@@ -133,17 +133,17 @@ def counts_in(text: str) -> dict[str, int]:
 
 
 def adopt_orphans() -> None:
-    """On Linux, become the parent of descendants that lose theirs, so that they can be found and ended."""
+    """On Linux, become the parent of orphaned descendants, so that they can be found and killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def children_of(pid: int) -> set[int]:
-    """Return the ids of all processes below ``pid``, from /proc; empty where there is none."""
+    """Return the ids of all processes below ``pid``, from /proc; empty if there is no /proc."""
     parents: dict[int, int] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, ValueError, IndexError):
-            # The name, in parentheses, may hold spaces: the state and the parent's id follow the last one.
+            # The name in parentheses may contain spaces and parentheses: state and parent id follow the last one.
             parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
     found: set[int] = set()
     pending = [pid]
@@ -156,7 +156,7 @@ def children_of(pid: int) -> set[int]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Interrupt the command's session, then terminate it, then kill it; wait for its end."""
+    """Interrupt the command's session, then terminate it, then kill it; wait until it has ended."""
     for number, grace in zip((signal.SIGINT, signal.SIGTERM), GRACE_S, strict=True):
         _signal_session(process.pid, number)
         with suppress(subprocess.TimeoutExpired):
@@ -185,5 +185,5 @@ def _kill_all(pids: set[int]) -> int:
 
 
 def shortest(words: Sequence[str]) -> str:
-    """Return a command as one line, without the path of its program's folder."""
+    """Return a command as one line, without its program's folder."""
     return " ".join([Path(words[0]).name, *words[1:]])

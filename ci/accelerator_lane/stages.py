@@ -1,4 +1,4 @@
-"""What the lane runs, in the order of what matters most. The limits add up to less than 40 minutes."""
+"""The lane's stages, most important first. Their limits add up to less than 40 minutes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from accelerator_lane.stage import Stage
 ROOT = Path(__file__).resolve().parents[2]
 
 TOTAL_S = 2400.0
-"""Seconds for all stages together, unless another budget is asked for."""
+"""The default time for all stages together, in seconds."""
 
 RANKS_ON_ONE_DEVICE = 8
 
 CONFORMANCE, PERFORMANCE = "suites/conformance", "suites/performance"
 
 CELL_LIMIT = ("--time-limit", "60")
-"""Seconds for one cell: a few that hang should not take a stage's whole time."""
+"""Seconds for one cell, so that a few hanging cells do not use up a stage's time."""
 
 LIMITS_S = {
     "doctor": (60, 60),
@@ -29,7 +29,7 @@ LIMITS_S = {
     "oversubscribe-16": (300, 120),
     "subjects": (300, 300),
 }
-"""Seconds by stage: where there is one device, which has few cells of its own, and where there are several."""
+"""Seconds by stage: on one device, which has few cells of its own, and on several."""
 
 LIBRARIES = {
     "lightning": ("lightning", "fabric"),
@@ -41,13 +41,13 @@ LIBRARIES = {
 
 
 def _cuda_tests() -> list[str]:
-    """Return the files with tests for CUDA; others may import what only the development environment has."""
+    """Return the test files for CUDA; others may import modules of the development environment."""
     files = (ROOT / "tests").rglob("test_*.py")
     return sorted(str(one.relative_to(ROOT)) for one in files if "mark.cuda" in one.read_text(encoding="utf-8"))
 
 
 def stages(gpus: int, modules: frozenset[str] = frozenset(), accelerator: str = "cuda") -> list[Stage]:
-    """Return the stages for a machine with so many devices of a type, and with these modules installed."""
+    """Return the stages for a machine with ``gpus`` devices of a type and these modules installed."""
     kind = ("--accelerator", accelerator)
     here = ("--gpus", str(gpus), *kind)
     shared = ("--gpus", str(RANKS_ON_ONE_DEVICE), *kind, "--oversubscribe")

@@ -1,1 +1,1 @@
-"""What can go wrong with a trainer, with a machine, and with what a run wrote: injected for real."""
+"""Faults of trainers, machines and files, injected for real."""

@@ -1,4 +1,4 @@
-"""What the faults of one examination share: pools that are warm, a run that is whole, a folder to work in."""
+"""Resources that the faults of one examination share: warm pools, a whole run, and a working folder."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from plumbline.launch.pool import Pool
 
 
 class Bench:
-    """``temporary`` is the temporary directory of whatever is started; beside it every injection has a folder.
+    """``temporary`` is the temporary directory of all started processes; every injection has a folder beside it.
 
-    ``chain`` is the run that is being killed again and again.
+    ``chain`` is the run that is killed and resumed repeatedly.
     """
 
     def __init__(self, temporary: Path) -> None:
@@ -29,7 +29,7 @@ class Bench:
 
     @property
     def pools(self) -> int:
-        """How many pools have been started."""
+        """The number of pools started so far."""
         return len(self._pools)
 
     def folder(self) -> Path:
@@ -40,12 +40,12 @@ class Bench:
         return path
 
     def warm_up(self, files: Iterable[Path]) -> None:
-        """Start the pools of several files at once, and wait until all are warm."""
+        """Start the pools of several files at once, and wait until they are warm."""
         self._pools |= {file: Pool(str(file)) for file in set(files) - self._pools.keys()}
         assert all(pool.subjects for pool in self._pools.values())
 
     def pool(self, file: Path) -> Pool:
-        """Return the warm pool of a file of subjects; one that has died is replaced, as a session does."""
+        """Return the warm pool of a file of subjects; replace a dead one, as a session does."""
         if file not in self._pools or not self._pools[file].alive:
             if dead := self._pools.pop(file, None):
                 dead.close()
@@ -54,7 +54,7 @@ class Bench:
 
     @cached_property
     def untouched(self) -> Trace:
-        """What a right cell leaves on a pool on which nothing has happened yet."""
+        """The trace of a right cell on a fresh pool."""
         return train(self.pool(RIGHT), "trains", self.temporary / "untouched").trace
 
     @cached_property
@@ -65,15 +65,15 @@ class Bench:
 
     @property
     def seconds_of_a_run(self) -> float:
-        """How long a run takes that comes to its end."""
+        """The duration of a run that is not disturbed."""
         return self._whole[1]
 
     def whole_run(self, project: Project) -> bytes:
-        """Let a project have a whole run; return its results."""
+        """Make a whole run in a project; return its results."""
         shutil.copytree(self._whole[0].reports, project.reports, symlinks=True)
         return (project.reports / "latest" / "results.jsonl").read_bytes()
 
     def close(self) -> None:
-        """End every pool."""
+        """Close all pools."""
         for pool in self._pools.values():
             pool.close()

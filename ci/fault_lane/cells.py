@@ -1,4 +1,4 @@
-"""Faults of ranks: a cell is trained on a warm pool, and after it a right one on the same pool."""
+"""Faults of ranks: a faulty cell trains on a warm pool, and then a right one on the same pool."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ SUBJECTS = Path(__file__).parent / "subjects"
 RIGHT = SUBJECTS / "right.py"
 LIMIT = 60.0
 HANGING = 3.0
-"""Time limits in seconds: of cells that end by themselves, and of those that do not."""
+"""Time limits in seconds: for cells that end by themselves, and for those that hang."""
 
 LARGEST_LOG = 4 << 20
-"""Bytes: no log may be larger, whatever was printed."""
+"""The limit for a log in bytes, whatever was printed."""
 
 
 @dataclass(frozen=True)
@@ -45,19 +45,19 @@ class Ended:
 
     @property
     def outcome(self) -> Outcome:
-        """How it ended."""
+        """The cell's outcome."""
         return worst(finding.outcome for finding in self.findings)
 
     @property
     def message(self) -> str:
-        """What the worst finding says."""
+        """The message of the worst finding."""
         return next(finding.message for finding in self.findings if finding.outcome is self.outcome)
 
 
 def train(
     pool: Pool, subject: str, folder: Path, topology: str = "1x2", limit: float = LIMIT, backend: str = "ddp"
 ) -> Ended:
-    """Train and judge a cell of the smallest problem; on one device there is no backend."""
+    """Train and judge a cell of the smallest workload; on one device, without a backend."""
     nodes, gpus = map(int, topology.split("x"))
     backend = "none" if topology == "1x1" else backend
     cell = Cell(subject, "mlp", backend, Topology(nodes, gpus), "32", "cpu")
@@ -66,12 +66,12 @@ def train(
 
 
 Question = Callable[[Ended], str | None]
-"""What must be seen in an ended cell besides its outcome; answers with what is wrong, or None."""
+"""A further check of an ended cell: returns what is wrong, or None."""
 
 
 @dataclass(frozen=True)
 class Must:
-    """What must be seen: the outcome, words of the message (regular expressions), the rank, the step."""
+    """The expected outcome, message (regular expressions), rank and step."""
 
     outcome: Outcome
     words: tuple[str, ...] = ()
@@ -80,7 +80,7 @@ class Must:
     also: tuple[Question, ...] = ()
 
     def wrong(self, ended: Ended) -> str | None:
-        """Say what is missing."""
+        """Return what is missing, or None."""
         finding = next(finding for finding in ended.findings if finding.outcome is ended.outcome)
         if ended.outcome is not self.outcome:
             return f"{ended.outcome.value}, not {self.outcome.value}: {finding.message[-300:]}"
@@ -112,7 +112,7 @@ def cell_fault(
     backend: str = "ddp",
     quick: bool = False,
 ) -> Fault:
-    """Return a fault that is a subject of one of the files here."""
+    """Return a fault that is a subject in one of the files here."""
 
     def inject(bench: Any, folder: Path) -> Shot:
         if subject == "fills-the-memory" and not os.environ[GROUP]:
@@ -120,7 +120,7 @@ def cell_fault(
         pool = bench.pool(SUBJECTS / file)
         ended = train(pool, subject, folder / "fault", topology, limit, backend)
         wrong = must.wrong(ended) or _too_large(ended) or _too_late(ended, limit)
-        # The next cell on the same pool is not touched by it: its weights are those of an untouched pool, bit for bit.
+        # The next cell on the same pool must be unaffected: its weights must be bitwise equal to those of a fresh pool.
         after = train(bench.pool(SUBJECTS / file), "trains", folder / "after", "1x2")
         if wrong is None and after.outcome is not Outcome.PASSED:
             wrong = f"the next cell is {after.outcome.value}: {after.message[-300:]}"
@@ -151,7 +151,7 @@ def _same(one: Trace, other: Trace) -> bool:
 
 
 def said_of_every_rank(*words: str) -> Question:
-    """Ask whether the message has each of these words once for each of two ranks."""
+    """Check that the message contains each pattern once for each of two ranks."""
 
     def question(ended: Ended) -> str | None:
         missing = [word for word in words if len(re.findall(word, ended.message)) < 1]
@@ -161,7 +161,7 @@ def said_of_every_rank(*words: str) -> Question:
 
 
 def log_ends_with(words: str, rank: int = 1) -> Question:
-    """Ask whether a rank's log has kept its tail."""
+    """Check that a rank's log has kept its end."""
 
     def question(ended: Ended) -> str | None:
         tail = (ended.folder / f"rank-{rank}.log").read_bytes()[-4000:].decode(errors="replace")

@@ -1,4 +1,4 @@
-"""Faults that end a run or its fork server before the time: kills, Ctrl-C, a loss of power. Each is a real pytest."""
+"""Faults that end a run or its fork server early: kills, Ctrl-C, a loss of power. Each runs a real pytest."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from fault_lane.project import CELLS, NO_END, Project, Said, cells_of, ended, fa
 from plumbline.worker.scratch import RUN, Scratch
 
 AT_ONCE = 8.0
-"""Seconds that count as at once, as opposed to a cell's time limit of 120."""
+"""Seconds that count as immediate, compared with a cell's time limit of 120."""
 
 _draw = random.SystemRandom()
 
 
 def server_killed(bench: Any, folder: Path) -> Shot:
-    """A rank kills the fork server: the cell is tried again, and the report says so; the next cells are trained."""
+    """A rank kills the fork server twice: the cell is retried and errors, the report says so, and later cells train."""
     project = Project(folder)
     said = project.pytest(
         "--gpus", "2", "--workloads", "mlp", "--precisions", "32",
@@ -40,7 +40,7 @@ def server_killed(bench: Any, folder: Path) -> Shot:
 
 
 def server_killed_once(bench: Any, folder: Path) -> Shot:
-    """Somebody kills the fork server, once: the cell is tried again, passes, and the report says so."""
+    """The fork server is killed once: the cell is retried and passes, and the report says so."""
     project = Project(folder)
     said = project.pytest(
         "--gpus", "2", "--workloads", "mlp", "--precisions", "32", "--backends", "ddp",
@@ -57,7 +57,7 @@ def server_killed_once(bench: Any, folder: Path) -> Shot:
 
 
 def interrupted(bench: Any, folder: Path) -> Shot:
-    """Ctrl-C in the middle: a clean end with a partial report."""
+    """Ctrl-C in the middle of a run ends it cleanly, with a partial report."""
     project = Project(folder)
     process = project.begin(*CELLS)
     text = until_shown(process, 2)
@@ -67,11 +67,11 @@ def interrupted(bench: Any, folder: Path) -> Shot:
     shot = sentence(said, "KeyboardInterrupt", "incomplete|not tried|missing", code=2)
     missing = said.shown - cells_of(project.run())
     table = (project.reports / "latest" / "support.md").is_file()
-    return shot if not missing and table else Shot(False, f"shown and not there: {missing}; a table: {table}")
+    return shot if not missing and table else Shot(False, f"shown but not in the results: {missing}; a table: {table}")
 
 
 def interrupted_twice(bench: Any, folder: Path) -> Shot:
-    """Ctrl-C, and again at once: an end within seconds."""
+    """A second Ctrl-C at once ends the run within seconds."""
     project = Project(folder)
     process = project.begin(
         "--subject", str(SUBJECTS / "hanging.py"), "--gpus", "2", "--workloads", "mlp", "--precisions", "32"
@@ -92,9 +92,9 @@ def interrupted_twice(bench: Any, folder: Path) -> Shot:
 
 @dataclass
 class Chain:
-    """A run that is killed and gone on with until it comes to its end.
+    """A run that is killed and resumed until it is complete.
 
-    ``shown`` are the cells whose verdicts were printed, ``known`` what stood in the results then.
+    ``shown`` are the cells whose verdicts were printed, and ``known`` are the results at that time.
     """
 
     project: Project
@@ -103,37 +103,37 @@ class Chain:
 
     @property
     def records(self) -> list[dict[str, Any]]:
-        """What is on the disk."""
+        """The results on the disk."""
         return self.project.run() if (self.project.reports / "latest" / "results.jsonl").is_file() else []
 
     @property
     def is_over(self) -> bool:
-        """Whether the run has come to its end; it may have been killed while its pages were written."""
+        """Whether the run is complete; it may have been killed while its pages were written."""
         return bool(self.records) and self.records[-1]["type"] == "footer"
 
     def look(self, said: Said) -> str | None:
-        """Say what is wrong after one more invocation, None where nothing is."""
+        """Return what is wrong after one more invocation, or None."""
         records = self.records
         self.shown |= said.shown
         if missing := self.shown - cells_of(records):
-            return f"shown and not there: {missing}"
+            return f"shown but not in the results: {missing}"
         results = [record for record in records if record["type"] == "result"]
         if lost := [record for record in self.known if record["cell"] in self.shown and record not in results]:
             return f"lost: {lost[0]}"
         if len(results) > len({(record["cell"], record["check"]) for record in results}):
-            return "something is there twice"
+            return "a cell is in the results twice"
         self.known = results
         if said.code != NO_END and (said.code or not self.is_over):
             return f"ended with {said.code}: {said.text[-600:]}"
         if self.is_over and {cell["cell"] for cell in records[0]["planned"]} != cells_of(records):
-            return "the run is not whole"
+            return "the run is incomplete"
         return None
 
 
 def killed(bench: Any, folder: Path) -> Shot:
-    """The parent is killed, at any moment of the time that a run takes. --resume goes on, and is killed in its turn.
+    """The parent is killed at a random moment of a run. --resume continues, and is killed as well.
 
-    A run that has come to its end is whole, and another one is begun and killed.
+    A complete run must be whole; then a new one is started and killed.
     """
     before = Present.now(bench.temporary)
     while True:
@@ -145,7 +145,7 @@ def killed(bench: Any, folder: Path) -> Shot:
         said = ended(process, moment)
         wrong = chain.look(said)
         orphans = left_since(before, bench.temporary).processes
-        Scratch.new(RUN, bench.temporary).leave(remove=True)  # as the next run does, when it begins
+        Scratch.new(RUN, bench.temporary).leave(remove=True)  # as the next run does at its start
         if wrong or orphans:
             bench.chain = None
             return Shot(False, wrong or f"killed after {moment:.2f} s it left {orphans} processes")
@@ -156,7 +156,7 @@ def killed(bench: Any, folder: Path) -> Shot:
 
 
 def powerless(bench: Any, folder: Path) -> Shot:
-    """The machine loses its power: the results end anywhere, even in the middle of a sign; --resume goes on."""
+    """The machine loses power: results may end anywhere, even within a character. --resume continues."""
     project = Project(folder)
     whole = bench.whole_run(project)
     file = project.reports / "latest" / "results.jsonl"

@@ -1,4 +1,4 @@
-"""A fault, what became of it, and what it left behind."""
+"""The types of a fault, of its injection, and of its results."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from fault_lane.left import Leftovers
 
 
 class ImpossibleHereError(Exception):
-    """What a fault needs cannot be done on this machine, or by this user; the sentence says what."""
+    """A fault cannot be injected on this machine or by this user; the message says what is missing."""
 
 
 @dataclass(frozen=True)
 class Shot:
-    """One injection: whether what must be seen was seen, and what was."""
+    """The result of one injection: whether all that must be seen was seen, and what was seen."""
 
     right: bool
     seen: str
@@ -24,10 +24,10 @@ class Shot:
 
 @dataclass(frozen=True)
 class Fault:
-    """One way in which things go wrong. ``row`` is its family's number, ``must`` says what must be seen.
+    """A fault. ``row`` is the number of its family, and ``must`` describes what must be seen.
 
-    ``inject`` does it once, with the bench, in a folder of its own. ``quick``: it takes a second or two.
-    ``file`` holds the subjects whose warm pool it needs.
+    ``inject`` injects it once, with the bench, in a folder of its own. ``quick``: it takes a second or two. ``file``
+    has the subjects whose warm pool it needs.
     """
 
     name: str
@@ -40,9 +40,9 @@ class Fault:
 
 @dataclass(frozen=True)
 class Tally:
-    """A fault's line in the table: what was seen of so many injections, in how many seconds.
+    """A fault's line in the table: the results of its injections, and their seconds.
 
-    ``load`` is the highest load average (of one minute) that was read after one of them.
+    ``load`` is the highest one-minute load average that was read after an injection.
     """
 
     row: int
@@ -58,11 +58,11 @@ class Tally:
 
     @property
     def is_good(self) -> bool:
-        """Whether all was seen, and nothing left."""
+        """Whether all was seen, and nothing was left behind."""
         return self.right == self.times and self.left == Leftovers()
 
     def __add__(self, other: Tally) -> Tally:
-        """Return both together: what was once seen to be wrong stays."""
+        """Return the sum of both; a failure stays a failure."""
         return replace(
             other,
             times=self.times + other.times,

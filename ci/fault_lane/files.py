@@ -1,4 +1,4 @@
-"""Files that are not what was written: truncated, flipped, newer, hostile. They are read, judged and shown."""
+"""Damaged files: truncated, with flipped bits, of a newer schema, or hostile. They are read, judged and shown."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from plumbline.results.records import Result
 from plumbline.results.run import RESULTS, line_of, read_run
 
 AT_ONCE = 200
-"""Damages in one injection."""
+"""Damaged files per injection."""
 
 HOSTILE = (
     "../../etc/passwd",
@@ -39,7 +39,7 @@ HOSTILE = (
     "9" * 5000,
 )
 _draw = random.SystemRandom()
-_CODE = re.compile(r"(`+)[^`].*?\1")  # a page shows what stands between backticks as it is
+_CODE = re.compile(r"(`+)[^`].*?\1")  # a page does not escape text between backticks
 
 
 def _evidence(bench: Any, folder: Path) -> Path:
@@ -54,12 +54,12 @@ def _flipped(content: bytes) -> bytes:
 
 
 def trace_truncated(bench: Any, folder: Path) -> Shot:
-    """Evidence that ends too early."""
+    """Truncated evidence."""
     return _damaged_trace(bench, folder, lambda content: content[: _draw.randrange(len(content))])
 
 
 def trace_flipped(bench: Any, folder: Path) -> Shot:
-    """Evidence with one bit flipped."""
+    """Evidence with a flipped bit."""
     return _damaged_trace(bench, folder, _flipped)
 
 
@@ -89,7 +89,7 @@ def _run(folder: Path, words: str = "all is well") -> tuple[Path, bytes]:
 
 
 def results_flipped(bench: Any, folder: Path) -> Shot:
-    """Results with one bit flipped."""
+    """Results with a flipped bit."""
     file, content = _run(folder)
     right = read_run(file)
     for _ in range(AT_ONCE):
@@ -123,7 +123,7 @@ def results_newer(bench: Any, folder: Path) -> Shot:
 
 
 def results_hostile(bench: Any, folder: Path) -> Shot:
-    """Names and messages that a page or a terminal would obey, and numbers beyond reason."""
+    """Names and messages that a page or a terminal would interpret, and extreme numbers."""
     for words in HOSTILE:
         file, _ = _run(folder, words)
         run = read_run(file)
@@ -149,7 +149,7 @@ def results_hostile(bench: Any, folder: Path) -> Shot:
 
 
 def trace_hostile(bench: Any, folder: Path) -> Shot:
-    """Folders of evidence with pickles, links, huge numbers and names that lead out."""
+    """Evidence folders with pickles, links, huge numbers, and names that lead out of the folder."""
     file = _evidence(bench, folder)
     place = file.parent
     content = file.read_bytes()

@@ -1,4 +1,4 @@
-"""What is known of faults from several invocations: a file with a JSON object a line, an injection or a soak each."""
+"""Results of faults over several invocations, in a file with one JSON object per injection or soak."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fault_lane.soak import Reading, Soak
 
 @dataclass
 class Kept:
-    """Tallies by row and name, and the last soak. With a ``file`` it begins with what is there, and adds to it."""
+    """Tallies by row and name, and the last soak. With a ``file``, starts with its results and appends to it."""
 
     file: Path | None
     tallies: dict[tuple[int, str], Tally] = field(default_factory=dict)
@@ -26,7 +26,7 @@ class Kept:
             self._take(_read(json.loads(line)))
 
     def add(self, seen: Tally | Soak) -> None:
-        """Add what was seen just now."""
+        """Add new results."""
         self._take(seen)
         if self.file:
             with self.file.open("a", encoding="utf-8") as stream:

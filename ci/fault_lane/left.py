@@ -1,7 +1,7 @@
-"""What is left behind: processes, shared memory, temporary folders, sockets that listen, descriptors of this process.
+"""Finds leftovers: processes, shared memory, temporary folders, listening sockets, descriptors of this process.
 
-Processes are known by a variable that everything started from here inherits, or by their descent; folders because they
-are made in a temporary folder of our own.
+Processes are recognised by an environment variable that all processes started here inherit, or by their parents.
+Folders are recognised because they are in our own temporary folder.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 MARK = "PLUMBLINE_FAULTS"
-"""The variable by which everything that a fault starts is known."""
+"""The environment variable by which processes started by a fault are recognised."""
 
 SETTLING = 5.0
-"""Seconds that what was ended gets to be gone."""
+"""Seconds that ended processes get to disappear."""
 
 _LISTENS = "0A"
 
 _OTHERS = ("pytest-of-", "torchinductor_")
-"""Folders that pytest and torch keep for the next time, by how their names begin."""
+"""Prefixes of folders that pytest and torch keep for the next time."""
 
 
 @dataclass(frozen=True)
 class Leftovers:
-    """Counts. ``processes`` are alive and nobody's business any more, zombies of this process among them."""
+    """Counts. ``processes`` are alive but should not be; zombies of this process count too."""
 
     processes: int = 0
     shared_memory: int = 0
@@ -47,7 +47,7 @@ class Leftovers:
 
 @dataclass(frozen=True)
 class Present:
-    """What there is at a moment."""
+    """The processes and files at one moment."""
 
     processes: frozenset[int]
     shared_memory: frozenset[str]
@@ -57,7 +57,7 @@ class Present:
 
     @classmethod
     def now(cls, temporary: Path) -> Present:
-        """Look around."""
+        """Return those of this moment."""
         processes = _ours()
         return cls(
             processes=frozenset(processes),
@@ -70,7 +70,7 @@ class Present:
         )
 
     def left(self, before: Present) -> Leftovers:
-        """Return what is here and was not before."""
+        """Return what exists now but did not before."""
         return Leftovers(
             len(self.processes - before.processes),
             len(self.shared_memory - before.shared_memory),
@@ -81,7 +81,7 @@ class Present:
 
 
 def left_since(before: Present, temporary: Path) -> Leftovers:
-    """Return what is left once everything had time to go."""
+    """Return what is left after everything had time to disappear."""
     end = time.monotonic() + SETTLING
     while True:
         _bury(before)
@@ -92,7 +92,7 @@ def left_since(before: Present, temporary: Path) -> Leftovers:
 
 
 def _bury(before: Present) -> None:
-    """Do what init does for those whose parents are gone: they came to us instead, and may be dead already."""
+    """Reap orphans, as init does: this process has become their parent, and they may be dead already."""
     for pid in _ours() - before.processes:
         with suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
@@ -111,7 +111,7 @@ def _ours() -> set[int]:
             parents[int(entry)] = int(stat.rpartition(")")[2].split()[1])
             if mark in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0"):
                 marked.add(int(entry))
-        except (OSError, ValueError):  # it is gone, or not ours to look at
+        except (OSError, ValueError):  # it has ended, or belongs to another user
             continue
     own = os.getpid()
     found = set()
@@ -125,7 +125,7 @@ def _ours() -> set[int]:
 
 
 def _listening(pids: set[int]) -> set[str]:
-    """Return the addresses on which one of these processes listens; each is said with its inode."""
+    """Return the addresses on which one of these processes listens, each with its inode."""
     sockets = set()
     for pid in pids:
         try:

@@ -1,4 +1,4 @@
-"""A memory control group with little to give, for ranks that the kernel is to end."""
+"""A small memory control group, for ranks that the kernel should kill."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 GROUP = "PLUMBLINE_FAULTS_MEMORY_GROUP"
-"""The variable with the group's folder, "" where none could be made."""
+"""The variable with the group's folder, or "" if none could be created."""
 
 _LIMIT = 1 << 30
 
 
 @contextmanager
 def memory_group() -> Iterator[None]:
-    """Make a group below this process' own, name it in the environment, and remove it in the end."""
+    """Create a group below this process's own, name it in the environment, and remove it at the end."""
     folder = _made()
     os.environ[GROUP] = str(folder or "")
     try:
@@ -37,7 +37,7 @@ def _made() -> Path | None:
             continue
         place = Path(f"/sys/fs/cgroup/memory{path}")
         for left in place.glob("plumbline-faults-*"):
-            with suppress(OSError):  # somebody is in it
+            with suppress(OSError):  # it is not empty
                 left.rmdir()
         folder = place / f"plumbline-faults-{os.getpid()}"
         try:

@@ -1,4 +1,4 @@
-"""Small, full or read-only file systems, mounted where a fault needs them. Only this process' own tree sees them."""
+"""Mounts small, full or read-only file systems for faults. Only this process and its children see them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def own_shared_memory() -> bool:
-    """Give this process, and all that it starts, mounts and a /dev/shm of their own; False where it may not."""
+    """Give this process and its children their own mounts and /dev/shm; return False if that is not allowed."""
     if _libc.unshare(_NEWNS) or _libc.mount(b"none", b"/", None, _PRIVATE, None):
         return False
     return bool(_libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"size=512m") == 0)
@@ -22,7 +22,7 @@ def own_shared_memory() -> bool:
 
 @contextmanager
 def mounted(place: Path, options: str, read_only: bool = False) -> Iterator[None]:
-    """Let a new, empty file system lie at ``place``.
+    """Mount a new, empty file system at ``place``.
 
     Raises:
         ImpossibleHereError: mounting is not allowed here.

@@ -1,4 +1,4 @@
-"""The table of an examination, as a page."""
+"""The page with the table of an examination."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LONGEST = 160
 
 
 def page(tallies: Sequence[Tally], soaked: Soak | None, alone: bool, command: str) -> str:
-    """Return Markdown; ``alone``: /dev/shm was this examination's own, so what is left there is its own too."""
+    """Return Markdown; with ``alone``, /dev/shm belongs to this examination, so its leftovers count."""
     head = _HEAD.format(
         command=command,
         load=max((tally.load for tally in tallies), default=0.0),

@@ -1,4 +1,4 @@
-"""A folder in which pytest is run as a user runs it, and what it printed and wrote."""
+"""A folder in which pytest runs as users run it, with its output and its files."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ CELLS = (
     *("--gpus", "2", "--workloads", "mlp,linear-exact", "--precisions", "32"),
     *("--subject", "torch", "--backends", "none,ddp"),
 )
-"""What selects four small cells."""
+"""Selects four small cells."""
 
 PATIENCE = 240.0
-"""Seconds for a whole pytest, also on a machine that has other things to do."""
+"""The time limit for a pytest run in seconds, also on a busy machine."""
 
 NO_END = -999
-"""The exit code of a pytest that was killed because it came to no end in time."""
+"""The exit code of a pytest that was killed after the time limit."""
 
 _SHOWN = re.compile(r"test_cell\[([^\]]+)\] (PASSED|DEVIATES|FAILED|ERRORED|CRASHED|TIMED_OUT)")
 
 
 @dataclass(frozen=True)
 class Said:
-    """How a pytest ended, and what it printed."""
+    """The exit code and output of a pytest run."""
 
     code: int
     text: str
 
     @property
     def shown(self) -> set[str]:
-        """The ids of the cells whose verdict it showed."""
+        """The ids of the cells whose verdicts it printed."""
         return {cell for cell, _ in _SHOWN.findall(self.text)}
 
 
 class Project:
-    """A folder with the suites in it, where pytest is run as a user runs it."""
+    """A folder with the suites, in which pytest runs as users run it."""
 
     def __init__(self, folder: Path) -> None:
         self.root = folder
@@ -55,7 +55,7 @@ class Project:
         self.reports = folder / "reports"
 
     def begin(self, *arguments: str, under: Sequence[str] = (), **environment: str) -> subprocess.Popen[bytes]:
-        """Begin a pytest, in a session of its own, that ends with this process; ``under`` is a command that runs it."""
+        """Start a pytest in a session of its own that ends with this process; ``under`` is a command that runs it."""
         here = os.getpid()
         command = [*under, sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "suites/", *arguments]
         return subprocess.Popen(
@@ -70,11 +70,11 @@ class Project:
         )
 
     def pytest(self, *arguments: str, under: Sequence[str] = (), **environment: str) -> Said:
-        """Run one to its end."""
+        """Run a pytest to its end."""
         return ended(self.begin(*arguments, under=under, **environment))
 
     def run(self, name: str = "latest") -> list[dict[str, Any]]:
-        """The whole lines of a run's results; one that was torn off at the end is left out."""
+        """The complete lines of a run's results, without a torn last one."""
         text = (self.reports / name / "results.jsonl").read_bytes()
         return [json.loads(line) for line in text.split(b"\n")[:-1] if line]
 
@@ -86,7 +86,7 @@ def ended(process: subprocess.Popen[bytes], patience: float = PATIENCE) -> Said:
     except subprocess.TimeoutExpired:
         process.kill()
         text, _ = process.communicate()
-        return Said(NO_END, text.decode(errors="replace") + "\nno end was seen")
+        return Said(NO_END, text.decode(errors="replace") + "\nit did not end in time")
     return Said(process.returncode, text.decode(errors="replace"))
 
 
@@ -96,7 +96,7 @@ def cells_of(records: Sequence[dict[str, Any]]) -> set[str]:
 
 
 def sentence(said: Said, *words: str, code: int | None = None) -> Shot:
-    """Ask for words, in a run that ends of itself and shows no traceback of ours."""
+    """Check for a pattern, in a run that ended by itself without a traceback of ours."""
     missing = [word for word in words if not re.search(word, said.text)]
     wrong = [f"no word of {missing}"] if missing else []
     wrong += ["a traceback"] if "INTERNALERROR" in said.text or "Traceback (most recent call last)" in said.text else []
@@ -105,7 +105,7 @@ def sentence(said: Said, *words: str, code: int | None = None) -> Shot:
 
 
 def until_shown(process: subprocess.Popen[bytes], times: int, words: str = "PASSED") -> str:
-    """Read until some words were printed so often, or all is over; return what was read."""
+    """Read until the words were printed ``times`` times, or the output ends; return the output."""
     assert process.stdout is not None
     text = ""
     while text.count(words) < times:
@@ -117,5 +117,5 @@ def until_shown(process: subprocess.Popen[bytes], times: int, words: str = "PASS
 
 
 def fault(row: int, inject: Any, must: str) -> Fault:
-    """Return a run's fault, named like its function."""
+    """Return a fault of a whole run, named like its function."""
     return Fault(inject.__name__.replace("_", "-"), row, must, inject)

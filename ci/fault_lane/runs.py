@@ -1,4 +1,4 @@
-"""Faults around a whole run: what stands in its way, and who runs beside it. Each is a real pytest."""
+"""Faults around a whole run: obstacles, and other runs at the same time. Each runs a real pytest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fault_lane.project import CELLS, Project, cells_of, ended, fault, sentence
 
 
 def read_only(bench: Any, folder: Path) -> Shot:
-    """The report directory cannot be written to."""
+    """The report directory is read-only."""
     project = Project(folder)
     project.reports.mkdir()
     with mounted(project.reports, "size=1m", read_only=True):
@@ -38,7 +38,7 @@ def full_disk(bench: Any, folder: Path) -> Shot:
 
 
 def full_temporary(bench: Any, folder: Path) -> Shot:
-    """There is no room for evidence."""
+    """The temporary directory has no space for evidence."""
     project = Project(folder)
     small = folder / "small"
     small.mkdir()
@@ -48,14 +48,14 @@ def full_temporary(bench: Any, folder: Path) -> Shot:
         passed = [
             r for r in project.run() if r["type"] == "result" and r["outcome"] == "passed" and "linear" not in r["cell"]
         ]
-        left = [name for name in os.listdir(small) if not name.endswith(".lock")]  # empty, and there for everybody
+        left = [name for name in os.listdir(small) if not name.endswith(".lock")]  # empty, and writable for all
     if passed:
         return Shot(False, f"passed without evidence: {passed[0]['cell']}")
     return shot if not left else Shot(False, f"left: {left}")
 
 
 def full_shared_memory(bench: Any, folder: Path) -> Shot:
-    """There is no room in /dev/shm, and a subject's workers need some."""
+    """/dev/shm is full, and a subject's workers need some of it."""
     project = Project(folder)
     with mounted(Path("/dev/shm"), "size=4k"):
         said = project.pytest(
@@ -83,7 +83,7 @@ def no_loopback(bench: Any, folder: Path) -> Shot:
 
 
 def port_in_use(bench: Any, folder: Path) -> Shot:
-    """The machine's MASTER_PORT is in use, and the subject's environment names it."""
+    """MASTER_PORT from the environment is in use."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         said = Project(folder).pytest(
             *CELLS, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(taken.getsockname()[1]), RANK="3"
@@ -92,7 +92,7 @@ def port_in_use(bench: Any, folder: Path) -> Shot:
 
 
 def subjects_port_in_use(bench: Any, folder: Path) -> Shot:
-    """A subject insists on a port that is taken."""
+    """A subject insists on a port that is in use."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         said = Project(folder).pytest(
             "--gpus", "2", "--workloads", "mlp", "--precisions", "32", "--backends", "ddp",
@@ -102,7 +102,7 @@ def subjects_port_in_use(bench: Any, folder: Path) -> Shot:
 
 
 def two_at_once(bench: Any, folder: Path) -> Shot:
-    """Two runs at once, into the same report directory."""
+    """Two runs at the same time, into the same report directory."""
     project = Project(folder)
     both = [project.begin(*CELLS), project.begin(*CELLS)]
     said = [ended(process) for process in both]
@@ -114,7 +114,7 @@ def two_at_once(bench: Any, folder: Path) -> Shot:
 
 
 def xdist(bench: Any, folder: Path) -> Shot:
-    """Four workers."""
+    """Four xdist workers."""
     project = Project(folder)
     said = project.pytest(*CELLS, "-n", "4")
     run = project.run()
@@ -123,7 +123,7 @@ def xdist(bench: Any, folder: Path) -> Shot:
 
 
 def keeps_secrets(bench: Any, folder: Path) -> Shot:
-    """What stands in the environment does not reach the report."""
+    """Environment variables do not get into the report."""
     project = Project(folder)
     secret = "hunter2-" + os.urandom(8).hex()
     said = project.pytest(
@@ -136,7 +136,7 @@ def keeps_secrets(bench: Any, folder: Path) -> Shot:
 
 
 def selections(bench: Any, folder: Path) -> Shot:
-    """-x, --lf and -k mean what they mean, with a subject that raises."""
+    """-x, --lf and -k work as usual, with a subject that raises."""
     project = Project(folder)
     asked = (
         "--gpus",
@@ -161,7 +161,7 @@ OF_MACHINES = [
     fault(7, read_only, "a message that names --report-dir, exit code 4, nothing half-written"),
     fault(7, full_disk, "a message that names --report-dir, no traceback, existing results are readable"),
     fault(7, full_temporary, "errored, «No space left», TMPDIR; nothing passes, nothing is left"),
-    fault(7, full_shared_memory, "a word of /dev/shm"),
+    fault(7, full_shared_memory, "a message that names /dev/shm"),
     fault(7, ipv6_only, "another address, or a message"),
     fault(7, no_loopback, "a message about the loopback"),
     fault(7, port_in_use, "another port: passed"),

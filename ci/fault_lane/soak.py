@@ -1,4 +1,4 @@
-"""Right trainers, over and over: no hang, no leak, no false alarm."""
+"""Trains right trainers repeatedly: no hang, no leak, no false alarm."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ LIMIT = 60.0
 
 @dataclass(frozen=True)
 class Reading:
-    """What there is after so many launches: counts, and resident memory in MiB of this process and of the server.
+    """Counts after a number of launches, and resident memory in MiB of this process and of the server.
 
-    ``kept`` is this process' when the allocator has handed back what is free: between what is in use there are holes,
-    the more of them the longer it runs, up to some number.
+    ``kept`` is this process's memory after the allocator has released its free memory. Fragmentation leaves holes,
+    which grow with time up to a limit.
     """
 
     launches: int
@@ -41,7 +41,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Soak:
-    """A whole soak: its readings, the longest launch in seconds, and what was not right."""
+    """The readings of a whole soak, its longest launch in seconds, and what went wrong."""
 
     readings: tuple[Reading, ...]
     longest: float
@@ -49,7 +49,7 @@ class Soak:
 
 
 def soak(launches: int, temporary: Path, say: Callable[[Reading], None], every: int = 100) -> Soak:
-    """Train a right cell of two ranks so many times on one pool, and look around after every so many."""
+    """Train a right cell with two ranks ``launches`` times on one pool, and take readings in between."""
     readings: list[Reading] = []
     alarms: list[str] = []
     longest, started = 0.0, time.monotonic()
@@ -89,7 +89,7 @@ def _reading(launches: int, seconds: float, pool: Pool, temporary: Path) -> Read
 
 def _kept() -> float:
     gc.collect()
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # not every C library has it
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # not all C libraries have it
         trim(0)
     return _memory(os.getpid())
 

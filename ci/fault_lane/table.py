@@ -1,4 +1,4 @@
-"""The faults of ranks, by the row of the issue's table that they belong to."""
+"""The faults of ranks, by family."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ POLLUTES = [
         cell_fault(6, "polluting.py", f"pollutes-{name}", Must(P), quick=name == "torch")
         for name in ("directory", "environment", "torch", "generators", "limits", "output")
     ),
-    # Alone: without its descriptors nobody can go on talking to another rank.
+    # On one rank only: without its descriptors, a rank cannot communicate.
     cell_fault(6, "polluting.py", "pollutes-descriptors", Must(P), topology="1x1"),
     cell_fault(6, "polluting.py", "pollutes-standard-descriptors", Must(P), topology="1x1"),
     cell_fault(6, "polluting.py", "pollutes-signals", Must(P)),

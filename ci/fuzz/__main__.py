@@ -3,8 +3,8 @@
     python ci/fuzz                      # every target, 100000 inputs each, at most ten minutes, into reports/fuzz.md
     python ci/fuzz --only trace --inputs 2000 --report fuzz.md
 
-Prints a table of the inputs that each target got, and of those whose answer was not the promised one. These inputs are
-kept and named. Exits with 1 if there was one.
+Prints a table with the number of inputs of each target, and of crashes: inputs with an answer that is not allowed.
+Crashing inputs are kept, and their files are named. Exits with 1 if there was one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ or the time limit. A *crash* is an answer other than a value or a refusal with a
 
 @dataclass(frozen=True)
 class Row:
-    """What became of one target. ``found`` is what inputs that ended an invocation were answered with."""
+    """The results of one target. ``found`` has the answers to inputs that ended an invocation."""
 
     target: str
     what: str
@@ -52,7 +52,7 @@ class Row:
     found: tuple[str, ...] = ()
 
     def __add__(self, later: Row) -> Row:
-        """Return both together: what was once found stays."""
+        """Return the sum of both; what was found stays."""
         return replace(
             later,
             inputs=self.inputs + later.inputs,
@@ -68,7 +68,7 @@ class Row:
 
 
 def main() -> int:
-    """Fuzz each target in a process of its own: the fuzzer ends the process that it runs in."""
+    """Fuzz each target in its own process, because the fuzzer ends its process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=NAMES, action="append", help="a target (repeatable)")
     parser.add_argument("--inputs", type=int, default=100_000, help="for each target (default: %(default)s)")
@@ -110,11 +110,11 @@ def _add(rows: dict[str, Row], row: Row) -> None:
 
 
 def fuzzed(name: str, inputs: int, seconds: int) -> Row:
-    """Fuzz one target, in a process and a folder of its own; the folder stays where something was found."""
+    """Fuzz one target in its own process and folder; the folder stays if something was found."""
     place = Path(tempfile.mkdtemp(prefix=f"plumbline-fuzz-{name}-"))
     started = time.monotonic()
     command = [sys.executable, __file__, "--inside", name, f"--inputs={inputs}", f"--seconds={seconds}"]
-    # libFuzzer ends the process without its exit handlers: whatever it leaves is to lie in the folder.
+    # libFuzzer ends the process without exit handlers, so temporary files must be in the folder.
     environment = os.environ | {"TMPDIR": str(place)}
     ended = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, errors="replace")
     given = re.findall(r"^(?:#|Done )(\d+)\s", ended.stderr, re.MULTILINE)

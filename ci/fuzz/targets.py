@@ -1,6 +1,6 @@
-"""Everything that parses, as functions of bytes: each answers, or raises the error that it promises.
+"""All parsers, as functions of bytes. Each returns, or raises one of its documented errors.
 
-A target's ``seeds`` are inputs that are right; from them the fuzzer sets out.
+A target's ``seeds`` are valid inputs from which the fuzzer starts.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ CELL = Cell("torch", "linear-exact", "ddp", Topology(1, 2), "32", "cpu")
 
 @dataclass(frozen=True)
 class Target:
-    """``what`` is parsed; ``parse`` is given the fuzzer's bytes, and may raise one of ``refusals``."""
+    """A parser: ``what`` it parses, and ``parse``, which gets the fuzzer's bytes and may raise ``refusals``."""
 
     what: str
     parse: Callable[[bytes], object]
@@ -72,7 +72,7 @@ class Target:
     refusals: tuple[type[Exception], ...] = (PlumblineError,)
 
     def answer(self, data: bytes) -> None:
-        """Parse ``data``; any error but a refusal with a sentence goes through."""
+        """Parse ``data``; let all errors through but a refusal that has a message."""
         try:
             self.parse(data)
         except self.refusals as error:
@@ -81,20 +81,20 @@ class Target:
 
 
 def text(data: bytes) -> str:
-    """Return the bytes as what a command line would hand over."""
+    """Return the bytes as a string from a command line."""
     return data.decode(errors="surrogateescape")
 
 
 @cache
 def folder() -> Path:
-    """Return a folder of this process's own."""
+    """Return this process's own folder."""
     path = Path(tempfile.mkdtemp(prefix="plumbline-fuzz-"))
     atexit.register(shutil.rmtree, path, ignore_errors=True)
     return path
 
 
 def names(data: bytes) -> None:
-    """Plan a matrix of whatever names."""
+    """Plan a matrix with arbitrary names."""
     backends, _, rest = text(data).partition(";")
     precisions, _, workloads = rest.partition(";")
     chosen = [tuple(part.split(",")) for part in (backends, precisions, workloads)]
@@ -102,7 +102,7 @@ def names(data: bytes) -> None:
 
 
 def results(data: bytes) -> None:
-    """Read a run and show it. Nothing in it may act on a terminal or a page."""
+    """Read a run and show it; nothing in it may affect a terminal or a page."""
     (folder() / RESULTS).write_bytes(data)
     run = read_run(folder())
     page, screen = support_page(run), support_for_terminal(run)
@@ -119,7 +119,7 @@ def a_run() -> bytes:
 
 
 def behind_checksums(lines: bytes) -> bytes:
-    """Return lines of results with the checksums that they would have, had they been written as they are."""
+    """Return lines of results with valid checksums."""
     return re.sub(
         rb'(?m)^(.*),"crc32":"[^"]*"}$', lambda line: line[1] + b',"crc32":"%08x"}' % zlib.crc32(line[1] + b"}"), lines
     )
@@ -137,7 +137,7 @@ def a_trace() -> tuple[bytes, ...]:
 
 
 def behind_checksum(evidence: bytes) -> bytes:
-    """Return evidence with the checksum that it would have, had it been written as it is."""
+    """Return evidence with a valid checksum."""
     said = re.search(rb'"%s": "([0-9a-f]{8})"' % CHECKSUM.encode(), evidence[:100])
     if said is None:
         return evidence
@@ -146,9 +146,9 @@ def behind_checksum(evidence: bytes) -> bytes:
 
 
 def trace(data: bytes) -> None:
-    """Read a rank's evidence and judge it beside that of the other rank, in a problem where every sum is exact.
+    """Read a rank's evidence and judge it with the other rank's, on a workload where every sum is exact.
 
-    There, evidence that says something else than the right trainer's is never found right.
+    Evidence that differs from the right trainer's must never be found right.
     """
     both = (folder() / "rank-0.safetensors", folder() / "rank-1.safetensors")
     for file, content in zip(both, (data, a_trace()[1]), strict=True):
@@ -161,7 +161,7 @@ def trace(data: bytes) -> None:
 
 
 def says_the_same(one: RankTrace, other: RankTrace) -> bool:
-    """Say whether two ranks consumed the same samples, were handed the same gradients and left the same weights."""
+    """Return whether two ranks have the same samples, gradients and final weights."""
     if len(one.steps) != len(other.steps):
         return False
     return all(
@@ -183,7 +183,7 @@ def _equal(one: Tensors, other: Tensors) -> bool:
 
 
 def resume(data: bytes) -> None:
-    """Look for the run that ``--resume`` names, beside one that is there; it can be any path."""
+    """Look for the run that ``--resume`` names, which can be any path, next to an existing run."""
     (folder() / "latest").mkdir(exist_ok=True)
     (folder() / "latest" / RESULTS).write_bytes(a_run())
     read_run(folder() / text(data))
@@ -197,7 +197,7 @@ def expectations(data: bytes) -> None:
 
 
 class Heard(Pool):
-    """A pool whose fork server has said what it will ever say. It is told nothing."""
+    """A pool whose fork server has sent all its messages, and that ignores what it is sent."""
 
     def __init__(self, said: bytes) -> None:
         self._said = said.split(b"\n")[::-1]
@@ -212,14 +212,14 @@ class Heard(Pool):
 
 
 def events(data: bytes) -> None:
-    """Follow a launch of two nodes, by what their fork server says."""
+    """Follow a launch of two nodes by their fork server's messages."""
     now = time.monotonic()
     ends = Heard(data).finish(RunningLaunch(1, (0, 2), now, now + 60, ranks_per_process=2))
     assert [end.rank for end in ends] == [0, 2]
 
 
 def a_launch() -> bytes:
-    """Return what a fork server reports about a launch: a rank of each node ends well, what is below one does not."""
+    """Return a fork server's messages about a launch: on each node, one rank ends well and one fails."""
     place, child = {"launch": 1, "rank": 0, "at": 1.0}, {"pid": 7, "as": 1, "trace": None, "steps": 2, "failed": False}
     child |= {"idle": False, "killed": False, "orphaned": False, "out_of_memory": True, "unwritten": None}
     end = {"event": "exit", "code": -9, "steps": 2, "evidence": True, "out_of_memory": False}
@@ -247,13 +247,13 @@ COMMANDS = [b'{"command": "port"}', b"", b'{"command": "signal", "launch": 1, "s
 
 
 def pieces(data: bytes) -> list[bytes]:
-    """Return the bytes as a network may hand them over; the first one says in which pieces."""
+    """Return the bytes in pieces, as a network may deliver them; the first byte determines the pieces."""
     size = data[0] + 1 if data else 1
     return [data[begin : begin + size] for begin in range(1, len(data), size)]
 
 
 def greeting(data: bytes) -> None:
-    """Greet whoever sends this; after a zero, read it as a node's description. No other greeting is taken than ours."""
+    """Greet the sender of these bytes; after a zero, read a node's description. No forged greeting may pass."""
     if data[:1] == b"\0":
         Node.of(data[1:], 0.0)
         return
@@ -265,7 +265,7 @@ def greeting(data: bytes) -> None:
 
 @cache
 def a_greeting() -> bytes:
-    """Return what a node sends that knows the token, in answer to ``NONCE``."""
+    """Return what a node that knows the token sends in answer to ``NONCE``."""
     launcher, node = socket.socketpair()
     with launcher, node:
         launcher.sendall(LauncherGreeting(TOKEN, NONCE).challenge)
@@ -274,16 +274,16 @@ def a_greeting() -> bytes:
             greet(node, TOKEN, DESCRIPTION)
         except ChannelError:
             return launcher.recv(1 << 13)
-    raise AssertionError("nobody answered, but the node joined")
+    raise AssertionError("there was no answer, but the node joined")
 
 
 def command_channel(data: bytes) -> None:
-    """Read what comes after a greeting. Of what was sent, only the beginning is ever taken."""
+    """Read the messages after a greeting; only a prefix of the sent messages may ever be accepted."""
     incoming = IncomingMessages(HANDSHAKE.key(NODE))
     taken: list[bytes] = []
     for piece in pieces(data):
         taken += incoming.feed(piece)
-        assert taken == COMMANDS[: len(taken)], "a message was accepted that nobody sent"
+        assert taken == COMMANDS[: len(taken)], "a message was accepted that was never sent"
 
 
 @cache

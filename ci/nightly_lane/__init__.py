@@ -1,4 +1,4 @@
-"""The nightly lane: its stages in pieces, what is known of each piece at which commit, and the page about them.
+"""The nightly lane: stages in pieces, the results of each piece with their commits, and the page about them.
 
-A piece runs as a stage of the accelerator lane does, with a time limit and without leaving processes behind.
+A piece runs like a stage of the accelerator lane: with a time limit, and without leaving processes behind.
 """

@@ -1,4 +1,4 @@
-"""``ci/nightly``: run everything that takes longer than a change may wait: a superset of README's two commands.
+"""``ci/nightly``: run everything that takes too long to run for every change: a superset of README's two commands.
 
     ci/nightly                          # all stages, piece by piece; a failure does not end the night
     ci/nightly --resume                 # those that have not passed
@@ -8,18 +8,18 @@
     ci/nightly --workers 8              # pytest processes of the first stages (default: 2)
     ci/nightly --checkouts FOLDER --python ENVIRONMENT/bin/python   # for ci/check_scripts.py, which describes them
 
-`pytest tests/` skips tests marked `nightly`, and draws few examples of each property. Here the stage `tests` runs every
-test (clusters, hosts in namespaces, faults, browsers, installed environments) with many examples; `detection` runs
-every known-bad and known-good trainer on each of its cells. Pieces that need something that is missing (a library, a
-browser, root, CUDA) skip it themselves or do not start; the table says so.
+`pytest tests/` skips tests marked `nightly`, and draws few examples of each property. Here, the stage `tests` runs
+every test (clusters, hosts in namespaces, faults, browsers, installed environments) with many examples; `detection`
+runs every known-bad and known-good trainer on each of its cells. If something is missing (a library, a browser, root,
+CUDA), pieces skip what needs it or do not start; the table says so.
 
-reports/nightly.md has the commit, the machine, and the outcome, figures and minutes of each piece. It is written anew
+reports/nightly.md has the commit, the machine, and the outcome, figures and minutes of each piece. It is rewritten
 after each piece, with reports/nightly.json, which --resume reads: commit both, and another machine can continue the
-night. Logs are in reports/nightly/. What passed stays passed at a later commit if that changed no file that the piece
-has opened (ci/nightly_lane/reach.py). Results with changes that are not committed count for no commit. Five hours on
-two cores; the programs have longer runs (docs/nightly-programs.md).
-Exit codes: 0 every chosen piece passed or is not possible here; 1 some failed; 2 wrong usage; 4 none failed, and some
-are due: use --resume; 130 interrupted.
+night. Logs are in reports/nightly/. A piece that passed stays passed at a later commit, unless that commit changed a
+file that the piece has opened (ci/nightly_lane/reach.py). Results with uncommitted changes count for no commit. Five
+hours on two cores; the programs have longer runs (docs/nightly-programs.md). Exit codes: 0 every selected piece passed
+or is not possible here; 1 some failed; 2 wrong usage; 4 none failed, but some have not run: use --resume; 130
+interrupted.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ALL_PASSED, SOME_FAILED, SOME_ARE_DUE, INTERRUPTED = 0, 1, 4, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the pieces that are asked for; return the exit code."""
+    """Run the selected pieces; return the exit code."""
     parser, options = _options(arguments)
     scripts = [f"--checkouts={options.checkouts.resolve()}"] if options.checkouts else []
     scripts += [f"--python={path.absolute()}" for path in options.python]
@@ -68,8 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(night: Night, chosen: Sequence[Piece], minutes: float, *, resume: bool) -> int:
-    """Run the chosen pieces of a night; return the exit code."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so would pieces
+    """Run the selected pieces of a night; return the exit code."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
     try:
         results = night.run(chosen, minutes, resume=resume)
     except KeyboardInterrupt:
@@ -83,7 +83,7 @@ def run(night: Night, chosen: Sequence[Piece], minutes: float, *, resume: bool) 
 
 
 def _commit() -> tuple[str, bool]:
-    """Return the last commit that changed more than reports, and whether there are changes beside those."""
+    """Return the last commit that changed more than reports, and whether there are other uncommitted changes."""
 
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()

@@ -1,4 +1,4 @@
-"""Runs pieces in turn, and writes down what became of each as soon as it is known, so that a night can be resumed."""
+"""Runs pieces in turn, and saves each result as soon as it is known, so that a night can be resumed."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from nightly_lane.reach import Changes
 
 @dataclass
 class Night:
-    """Pieces in their order, and where they run.
+    """The pieces in order, and where they run.
 
-    ``folder`` keeps logs, ``report`` is the page, and the state is beside it. ``commit`` is that of the checkout
-    ``root``; ``changed``: there are changes that are not committed, so that what passes says nothing of the commit.
-    ``changes_since`` returns what has changed since an earlier commit, or None where nobody knows.
+    ``folder`` has the logs, ``report`` is the page, and the state is beside it. ``commit`` is the commit of the
+    checkout ``root``; ``changed``: there are uncommitted changes, so results say nothing about the commit.
+    ``changes_since`` returns the changes since an earlier commit, or None if they are unknown.
     """
 
     pieces: Sequence[Piece]
@@ -37,18 +37,18 @@ class Night:
 
     @property
     def results_file(self) -> Path:
-        """Where the results of all pieces are written down, for --resume."""
+        """The file with the results of all pieces, for --resume."""
         return self.report.with_suffix(".json")
 
     @property
     def state(self) -> str:
-        """What results are of."""
+        """The commit and state that results belong to."""
         return f"{self.commit} with changes" if self.changed else self.commit
 
     def run(self, chosen: Sequence[Piece], minutes: float, *, resume: bool = False) -> dict[str, Result]:
-        """Run the chosen pieces, and begin none after ``minutes``; return what is known of all pieces by name.
+        """Run the selected pieces, and start none after ``minutes``; return the results of all pieces by name.
 
-        With ``resume``, those that have passed are left out. A failure ends its own piece alone.
+        With ``resume``, skip pieces that have passed. A failure ends only its own piece.
         """
         end = time.monotonic() + 60 * minutes
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -69,19 +69,19 @@ class Night:
         return results
 
     def has_passed(self, piece: Piece, results: Mapping[str, Result]) -> bool:
-        """Whether a piece is green at this commit. Nothing is where there are changes that are not committed."""
+        """Whether a piece is green at this commit. With uncommitted changes, no piece is."""
         result = results.get(piece.name)
         return result is not None and not self.changed and result.outcome == PASSED and self.holds(result)
 
     def holds(self, result: Result) -> bool:
-        """Whether a result is of this commit, or of an earlier one that differs in nothing that the piece has read."""
+        """Whether a result is from this commit, or from one with the same contents of all files that the piece read."""
         if self.changed or result.commit == self.commit:
             return result.commit == self.state
         changes = self.changes_since(result.commit)
         return changes is not None and result.read is not None and not changes.reach(result.read)
 
     def results(self) -> dict[str, Result]:
-        """Return what was written down of the pieces that there are; empty where there is nothing."""
+        """Return the saved results of the existing pieces, or an empty dict."""
         try:
             told = json.loads(self.results_file.read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -97,7 +97,7 @@ class Night:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file that is whole at any moment."""
+    """Write a file atomically."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     unfinished.write_text(text, encoding="utf-8")
     os.replace(unfinished, path)

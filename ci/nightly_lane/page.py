@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from nightly_lane.piece import Piece, Result
 
 MOST_NAMED = 30
-"""Failures of a piece that are named; its log has all."""
+"""The number of a piece's failures that are named; its log has all."""
 
 DUE = "due"
 
@@ -17,7 +17,7 @@ DUE = "due"
 def page(
     pieces: Sequence[Piece], results: Mapping[str, Result], here: Set[str], state: str, machine: Mapping[str, str]
 ) -> str:
-    """Return the page as Markdown; ``state`` is the commit, and ``here`` names the pieces whose results hold for it."""
+    """Return the page as Markdown; ``state`` is the commit, and ``here`` names the pieces with valid results."""
     known = {piece.name: results[piece.name] for piece in pieces if piece.name in results}
     outcomes = Counter(known[piece.name].outcome if piece.name in here else DUE for piece in pieces)
     lines = [

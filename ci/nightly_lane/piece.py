@@ -1,4 +1,4 @@
-"""One piece of a stage: a command, and what became of it at which commit."""
+"""One piece of a stage: a command, its result, and the commit of the result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from accelerator_lane.stage import FAILED, PASSED, Stage, run_stage
 from nightly_lane.reach import OpenedFiles
 
 LIMIT_S = 3 * 3600.0
-"""Seconds after which a piece hangs, however busy the machine is."""
+"""The time limit in seconds: a piece that takes longer hangs, even on a busy machine."""
 
 NOT_POSSIBLE = "not possible here"
 NOT_BEGUN = "not begun"
@@ -23,10 +23,10 @@ NOT_BEGUN = "not begun"
 
 @dataclass(frozen=True)
 class Piece:
-    """A command, run in the checkout: the whole of a stage, or the ``part`` of it that one can wait for.
+    """A command, run in the checkout: a whole stage, or a ``part`` of it that does not take too long.
 
-    It is not begun where one of the modules in ``needs`` is not installed; ``cannot`` is the exit code with which it
-    says that this machine lacks what it needs. ``{folder}`` in an argument stands for a folder of the piece's own.
+    It does not start if one of the modules in ``needs`` is missing. ``cannot`` is the exit code that says that the
+    machine lacks something. ``{folder}`` in an argument stands for the piece's own folder.
     """
 
     stage: str
@@ -37,26 +37,27 @@ class Piece:
 
     @property
     def name(self) -> str:
-        """What it is called in the table; unique."""
+        """The unique name in the table."""
         return f"{self.stage}: {self.part}" if self.part else self.stage
 
     @property
     def file(self) -> str:
-        """Its name as one of a file."""
+        """The name as a file name."""
         return re.sub(r"[^A-Za-z0-9_.-]+", "-", self.name)
 
     @property
     def missing(self) -> list[str]:
-        """The modules that it needs and that are not here."""
+        """The required modules that are not installed."""
         return [module for module in self.needs if importlib.util.find_spec(module) is None]
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a piece.
+    """The result of a piece.
 
-    ``counts`` are those of pytest's closing line, by outcome, and ``in_all`` is what a program of ``ci/`` says in its
-    last line. ``said`` names what failed. ``read`` are the files of the checkout that it opened, None if not known.
+    ``counts`` are those of pytest's last line, by outcome, and ``in_all`` is the summary in the last line of a program
+    of ``ci/``. ``said`` names failures. ``read`` lists the files of the checkout that the piece opened, or is None if
+    unknown.
     """
 
     outcome: str
@@ -69,12 +70,12 @@ class Result:
 
     @property
     def figures(self) -> str:
-        """What is known of the piece in numbers, "" if nothing is."""
+        """The piece's figures, or ""."""
         return self.in_all or ", ".join(f"{count} {what}" for what, count in self.counts.items())
 
     @property
     def has_failed(self) -> bool:
-        """Whether it is neither green nor impossible here."""
+        """Whether the piece failed: it neither passed nor was impossible here."""
         return self.outcome != PASSED and not self.outcome.startswith((NOT_BEGUN, NOT_POSSIBLE))
 
     def to_json(self) -> dict[str, Any]:
@@ -83,13 +84,13 @@ class Result:
 
 
 def run(piece: Piece, folder: Path, root: Path, commit: str, limit_s: float = LIMIT_S) -> Result:
-    """Run a piece in the checkout ``root``; its log and its own files lie in ``folder``."""
+    """Run a piece in the checkout ``root``; its log and its own files are in ``folder``."""
     if piece.missing:
         return Result(f"{NOT_BEGUN}: {', '.join(piece.missing)} is not installed", commit)
     log = folder / f"{piece.file}.log"
     log.unlink(missing_ok=True)
     stage = Stage(piece.name, "", tuple(piece.command), limit_s)
-    # Without kept bytecode, each of thousands of processes compiles the package again.
+    # Without cached bytecode, each of thousands of processes compiles the package again.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     opened = OpenedFiles(root)
     ran = run_stage(stage, folder / piece.file, log, environment, limit_s, cwd=root, proceed=False)
@@ -104,6 +105,6 @@ def run(piece: Piece, folder: Path, root: Path, commit: str, limit_s: float = LI
 
 
 def failures_in(text: str) -> list[str]:
-    """Return what pytest's summary of a log names as failed, without the reasons."""
+    """Return the failures that pytest's summary in a log names, without reasons."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
     return list(dict.fromkeys(re.findall(r"(?m)^(?:FAILED|ERROR|ERRORED|CRASHED|TIMED_OUT) \S+", plain)))

@@ -1,4 +1,4 @@
-"""Which pieces a change can touch: what a piece has not opened, as the kernel saw it, cannot change its outcome."""
+"""Finds the pieces that a change can affect: those that opened a changed file, as the kernel reported."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ PACKAGE = "__init__.py"
 
 @dataclass(frozen=True)
 class Changes:
-    """The files that differ between two commits, named from the root of the checkout; ``new`` are those added."""
+    """The files that differ between two commits, relative to the checkout; ``new`` lists added files."""
 
     files: Sequence[str]
     new: Sequence[str] = ()
 
     def reach(self, read: Iterable[str]) -> bool:
-        """Whether a piece that opened the files ``read`` can have another outcome now.
+        """Whether the outcome of a piece that opened the files ``read`` may have changed.
 
-        Of a package every module counts, because a process may import this one today and another one tomorrow. A new
-        file counts for whoever opened one beside it, because it can be found there. ``reports/`` counts for nobody.
+        All modules of a package count, because a process may import others next time. A new file counts if a file in
+        the same folder was opened, because it can be found there. ``reports/`` does not count.
         """
         opened = set(read)
         packages = _packages(opened)
@@ -36,7 +36,7 @@ class Changes:
 
 
 def changes_until(root: Path, commit: str) -> Callable[[str], Changes | None]:
-    """Return what tells the changes between an earlier commit and ``commit``; None where git cannot tell."""
+    """Return a function from an earlier commit to the changes up to ``commit``, or to None if git does not know."""
 
     @cache
     def since(earlier: str) -> Changes | None:
@@ -53,10 +53,10 @@ def changes_until(root: Path, commit: str) -> Callable[[str], Changes | None]:
 
 
 class OpenedFiles:
-    """Sees which files of a checkout any process opens from now on. It needs Linux and ``inotify_simple``.
+    """Records which files of a checkout any process opens from now on. Needs Linux and ``inotify_simple``.
 
-    A module counts as opened where its bytecode is. The kernel tells each file once, so that however many processes a
-    piece starts, watching it costs nothing.
+    A module counts as opened if its bytecode is. The kernel reports each file only once, so the cost does not depend on
+    the number of processes.
     """
 
     def __init__(self, root: Path) -> None:
@@ -73,13 +73,13 @@ class OpenedFiles:
                 if (root / file).is_file()
                 for path in (root / file, *_bytecode(root / file))
             }
-        except (ImportError, OSError):  # another system, or its limit of watches
+        except (ImportError, OSError):  # another system, or too many watches
             return
 
     def so_far(self) -> list[str] | None:
-        """Return the files that were opened, and watch no longer; None where that is not known.
+        """Return the opened files, or None if they are unknown; stop watching.
 
-        Of a package only ``__init__.py`` is named: its other modules count anyway.
+        For a package, only ``__init__.py`` is listed, because all its modules count anyway.
         """
         if not self._files:
             return None

@@ -1,4 +1,4 @@
-"""What runs at night, in pieces that take at most some twenty minutes each on two cores."""
+"""The night's pieces; each takes at most about twenty minutes on two cores."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ DETECTION = {
     "meshes": f"not right and ({BY_PARTS})",
     "other mistakes": f"not right and not ({BY_PARTS})",
 }
-"""The parts of the detection suite, each with what selects it: every test is in one of them."""
+"""The parts of the detection suite with their selections; together they have every test."""
 
 
 def pieces(root: Path, workers: int, scripts: Sequence[str] = ()) -> list[Piece]:
     """Return all pieces in their order.
 
-    ``workers`` is the number of pytest processes of the first stages, ``scripts`` are options of ``check_scripts.py``.
+    ``workers`` is the number of pytest processes in the first stages, and ``scripts`` are options of
+    ``check_scripts.py``.
     """
     return [*_tests(root, workers), *_suites(workers), *_programs(scripts)]
 
 
 def _tests(root: Path, workers: int) -> Iterator[Piece]:
-    """Yield the project's own tests by folder, those marked ``nightly`` too, with many examples of each property."""
+    """Yield the project's own tests by folder, including ``nightly`` ones, with many examples of each property."""
     options = ("-m", "", "--hypothesis-profile", "nightly", "-n", str(workers), "--dist", "loadgroup")
     places = [*(root / "tests").glob("*/"), *(root / "tests").glob("test_*.py")]
     for place in sorted(places):
@@ -55,7 +56,7 @@ def _suites(workers: int) -> Iterator[Piece]:
 
 
 def _programs(scripts: Sequence[str]) -> Iterator[Piece]:
-    """Yield the programs of ``ci/``, with fewer draws than in the reports that are made by hand."""
+    """Yield the programs of ``ci/``, with fewer draws than in the committed reports."""
     python = sys.executable
     yield Piece("gate", (python, "ci/gate.py"))
     yield Piece("meshes", (python, "ci/mesh_table.py", "--report={folder}/meshes.md"))

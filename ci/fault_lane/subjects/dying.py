@@ -1,4 +1,4 @@
-"""Trainers one of whose ranks dies in the middle: signals, exits, memory."""
+"""Trainers with a rank that dies in the middle of training: by a signal, an exit, or for lack of memory."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from right import declare, fit, nothing
 from plumbline import subject
 
 GROUP = "PLUMBLINE_FAULTS_MEMORY_GROUP"
-"""The variable with the folder of a memory control group, which has little to give."""
+"""The variable with the folder of a small memory control group."""
 
 
 def killed(job):
-    """Be killed, as by somebody else."""
+    """Send itself SIGKILL."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def segfaults(job):
-    """Read what is not there."""
+    """Read an invalid address."""
     ctypes.string_at(0)
 
 
 def aborts(job):
-    """Give up, as C++ does."""
+    """Call abort()."""
     os.abort()
 
 
 def loses_its_file(job):
-    """Read a mapped file beyond its end, as when /dev/shm is full."""
+    """Read a mapped file beyond its end, as if /dev/shm were full."""
     with tempfile.TemporaryFile() as file:
         file.truncate(mmap.PAGESIZE)
         view = mmap.mmap(file.fileno(), mmap.PAGESIZE)
@@ -43,23 +43,23 @@ def loses_its_file(job):
 
 
 def exits_well(job):
-    """End at once, as if all were well."""
+    """Exit at once with code 0."""
     os._exit(0)
 
 
 def exits_badly(job):
-    """End at once with a code."""
+    """Exit at once with an error code."""
     os._exit(3)
 
 
 def wants_too_much(job):
-    """Ask for more memory than the process may have."""
+    """Allocate more memory than the process may have."""
     resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
     torch.zeros(8 << 30)
 
 
 def fills_the_memory(job):
-    """Use more memory than its control group has, until the kernel ends it."""
+    """Use more memory than its control group has, until the kernel kills it."""
     group = os.environ[GROUP]
     with open(f"{group}/cgroup.procs", "w") as file:
         file.write(str(os.getpid()))
@@ -69,13 +69,13 @@ def fills_the_memory(job):
 
 
 def kills_the_server(job):
-    """Kill what started it."""
+    """Kill its fork server."""
     os.kill(os.getppid(), signal.SIGKILL)
     signal.pause()
 
 
 def kills_the_server_once(job):
-    """Kill what started it, if nobody has done it before."""
+    """Kill its fork server, unless that was done before."""
     try:
         os.close(os.open(os.environ["PLUMBLINE_FAULTS_ONCE"], os.O_CREAT | os.O_EXCL))
     except FileExistsError:
@@ -98,7 +98,7 @@ once = declare("kills-the-server-once", kills_the_server_once)
 
 @subject(name="dies-before-the-group", backends=["ddp"])
 def dies_before_the_group(job):
-    """One rank dies before the others have met it."""
+    """Die on one rank before the process group exists."""
     if job.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     fit(job, nothing)

@@ -1,4 +1,4 @@
-"""Trainers that print without measure: text, binary rubbish, lines without an end."""
+"""Trainers that print too much: text, binary data, endless lines."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def err(job):
 
 
 def binary(job):
-    """Print 64 MiB of every byte there is, then raise."""
+    """Print 64 MiB of all byte values, then raise."""
     _say(bytes(range(256)))
     raise RuntimeError("after the flood")
 
@@ -43,12 +43,12 @@ def endless_line(job):
 
 
 def quietly(job):
-    """Print 64 MiB and train on."""
+    """Print 64 MiB, and continue to train."""
     _say(b"z")
 
 
 def child(job):
-    """Leave a child behind that does not stop printing, for a minute."""
+    """Leave a child behind that prints for a minute."""
     subprocess.Popen(["timeout", "60", "yes", "and so on"])
 
 

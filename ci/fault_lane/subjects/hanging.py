@@ -1,4 +1,4 @@
-"""Trainers that come to no end. Nothing here sleeps: who hangs waits for what never comes."""
+"""Trainers that never end. They do not sleep: each waits for something that never happens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from plumbline import subject
 
 
 def for_ever(job):
-    """Wait for nobody."""
+    """Wait for an event that is never set."""
     threading.Event().wait()
 
 
@@ -29,25 +29,25 @@ def gathers(job):
 
 
 def stops(job):
-    """Be stopped, as by Ctrl-Z or a debugger."""
+    """Stop itself, as Ctrl-Z or a debugger would."""
     os.kill(os.getpid(), signal.SIGSTOP)
-    for_ever(job)  # a thread that is running elsewhere goes on for a moment
+    for_ever(job)  # threads on other cores run on for a moment
 
 
 def holds_the_lock(job):
-    """Wait in C with the interpreter's lock in hand, as a destructor does that joins a thread."""
+    """Wait in C with the GIL held, like a destructor that joins a thread."""
     _deadlock(ctypes.PyDLL(None))
 
 
 def _deadlock(library):
-    """Take a mutex twice: no signal ends that wait."""
+    """Lock a mutex twice; no signal ends this wait."""
     mutex = ctypes.create_string_buffer(64)
     library.pthread_mutex_lock(mutex)
     library.pthread_mutex_lock(mutex)
 
 
 def deaf(job):
-    """Wait, and hear no signal that can be kept out."""
+    """Wait with all signals blocked that can be blocked."""
     signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP})
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
@@ -55,7 +55,7 @@ def deaf(job):
 
 
 def waits_for_work(job):
-    """Wait for a collective that was begun and that nobody joins."""
+    """Wait for a collective that no other rank joins."""
     torch.distributed.barrier(async_op=True).wait()
 
 
@@ -72,14 +72,14 @@ work = declare("waits-for-work", waits_for_work)
 
 @subject(name="joins-nobody", backends=["ddp"])
 def joins_nobody(job):
-    """One rank never comes to where the others meet."""
+    """Never reach the rendezvous, on one rank."""
     if job.rank == 1:
         for_ever(job)
     fit(job, nothing)
 
 
 class Stuck:
-    """Cannot be destroyed."""
+    """An object whose destructor hangs."""
 
     def __del__(self):
         _deadlock(ctypes.PyDLL(None))
@@ -87,7 +87,7 @@ class Stuck:
 
 @subject(name="hangs-in-a-destructor", backends=["none", "ddp"])
 def hangs_in_a_destructor(job):
-    """Train to the end, and hang when what is left is torn down."""
+    """Train to the end, and hang in a destructor."""
     fit(job, nothing)
     stuck = Stuck()
     del stuck
@@ -95,7 +95,7 @@ def hangs_in_a_destructor(job):
 
 @subject(name="hangs-on-its-way-out", backends=["none", "ddp"])
 def hangs_on_its_way_out(job):
-    """Train to the end, and hang after the evidence is written."""
+    """Train to the end, and hang at exit, after evidence is written."""
     import sys
 
     class Blocked:

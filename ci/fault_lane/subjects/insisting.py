@@ -1,4 +1,4 @@
-"""A trainer that insists on a port of its own."""
+"""A trainer that uses a fixed port."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from plumbline import subject
 
 @subject(name="insists-on-a-port", backends=["ddp"])
 def train(job):
-    """Meet at a fixed port, then train."""
+    """Create the process group on a fixed port, then train."""
     place = f"tcp://127.0.0.1:{os.environ['PLUMBLINE_FAULTS_PORT']}"
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE")
     torch.distributed.init_process_group(job.comm, init_method=place, rank=job.rank, world_size=job.world_size)

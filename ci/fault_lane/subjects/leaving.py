@@ -1,4 +1,4 @@
-"""Trainers that leave processes behind: deaf ones, children of children, daemons in a session of their own."""
+"""Trainers that leave processes behind: with signals ignored, grandchildren, daemons in sessions of their own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import threading
 from right import declare
 
 LIFE = 60.0
-"""Seconds after which whoever was left behind ends by itself: nobody may be there any more who would end it."""
+"""Seconds after which leftover processes end by themselves, in case nothing else ends them."""
 
 WAITS = "import sys, threading; threading.Event().wait(float(sys.argv[1]))"
 DEAF = f"import signal; [signal.signal(number, signal.SIG_IGN) for number in (1, 2, 15)]; {WAITS}"
@@ -30,7 +30,7 @@ while time.monotonic() < end:  # each lives for a moment, and in that moment it 
 
 
 def ignores_term(job):
-    """Ignore every polite signal, and hang."""
+    """Ignore SIGTERM, SIGINT and SIGHUP, and hang."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     threading.Event().wait()
@@ -41,27 +41,27 @@ def _begin(program, **options):
 
 
 def child(job):
-    """Leave a child behind."""
+    """Leave a child process behind."""
     _begin(WAITS)
 
 
 def deaf_child(job):
-    """Leave one behind that ignores polite signals."""
+    """Leave a child process behind that ignores these signals."""
     _begin(DEAF)
 
 
 def grandchild(job):
-    """Leave a child of a child behind."""
+    """Leave a child process's child behind."""
     _begin(PARENT)
 
 
 def daemon(job):
-    """Leave a daemon behind: a session of its own, nobody's child, no descriptor, no environment."""
+    """Leave a daemon behind: in its own session, without parent, descriptors or environment."""
     _begin(DAEMON, env={})
 
 
 def breeds(job):
-    """Leave a process behind that is never the same for long."""
+    """Leave a process behind that keeps replacing itself by a fork."""
     _begin(BREEDS)
 
 

@@ -1,4 +1,4 @@
-"""Trainers that change what a process has, in the middle of training. The next cell must not notice."""
+"""Trainers that change the state of their process during training. The next cell must not notice."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from right import declare
 
 
 def exits(job):
-    """Leave the interpreter."""
+    """Exit the interpreter."""
     sys.exit(0)
 
 
 def closes_descriptors(job):
-    """Close every descriptor that is not a standard one, and open others in their places."""
+    """Close all descriptors but the standard ones, and open others in their place."""
     os.closerange(3, 1024)
     for _ in range(64):
         os.open(os.devnull, os.O_RDWR)
@@ -34,14 +34,14 @@ def closes_standard(job):
 
 
 def changes_directory(job):
-    """Go where there is nothing any more."""
+    """Change to a directory that is then removed."""
     place = tempfile.mkdtemp()
     os.chdir(place)
     shutil.rmtree(place)
 
 
 def changes_environment(job):
-    """Forget the environment, and make up another."""
+    """Clear the environment, and set other variables."""
     os.environ.clear()
     os.environ.update(MASTER_ADDR="nowhere", MASTER_PORT="1", RANK="7", WORLD_SIZE="9", OMP_NUM_THREADS="64")
 
@@ -55,27 +55,27 @@ def changes_torch(job):
 
 
 def changes_generators(job):
-    """Seed every generator there is."""
+    """Seed torch's and Python's generators."""
     torch.manual_seed(0)
     random.seed(0)
 
 
 def changes_signals(job):
-    """Ignore every signal that can be ignored, and set an alarm."""
+    """Ignore all signals that can be ignored, and set an alarm."""
     for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}:
         signal.signal(number, signal.SIG_IGN)
     signal.setitimer(signal.ITIMER_REAL, 0.01)
 
 
 def changes_classes(job):
-    """Put a wrong optimizer and a wrong loader in the place of torch's."""
+    """Replace torch's optimizer and loader by wrong ones."""
     torch.optim.SGD.step = lambda self, closure=None: None
     torch.utils.data.DataLoader.__len__ = lambda self: 1
     raise RuntimeError("polluted")
 
 
 def changes_limits(job):
-    """Leave itself no descriptors, no files, no rights for anybody."""
+    """Change the umask, the descriptor limit, garbage collection, warnings and sys.path."""
     os.umask(0o777)
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
     gc.disable()
@@ -84,7 +84,7 @@ def changes_limits(job):
 
 
 def removes_its_output(job):
-    """Remove every file that it has open for writing."""
+    """Remove all of Plumbline's files that it has open."""
     for descriptor in os.listdir("/proc/self/fd"):
         place = os.path.realpath(f"/proc/self/fd/{descriptor}")
         if os.path.isfile(place) and "plumbline" in place:
@@ -92,7 +92,7 @@ def removes_its_output(job):
 
 
 def signals_its_group(job):
-    """End its process group, and try to end that of whatever started it."""
+    """Send SIGTERM to its process group, and ignore it itself."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.kill(0, signal.SIGTERM)
 

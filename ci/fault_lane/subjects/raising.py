@@ -1,4 +1,4 @@
-"""Trainers that raise: one rank, every rank something else, and errors that cannot be told easily."""
+"""Trainers that raise: on one rank, on every rank differently, and errors that are hard to report."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ def one_rank(job):
 
 
 def every_rank(job):
-    """Raise on every rank, each with words of its own."""
+    """Raise a different message on every rank."""
     raise ValueError(f"rank {job.rank} does not like it")
 
 
 def leaves(job):
-    """Ask politely for an end, as if all were well."""
+    """Raise SystemExit with code 0."""
     raise SystemExit(0)
 
 
 def interrupts(job):
-    """Raise what Ctrl-C raises."""
+    """Raise KeyboardInterrupt."""
     raise KeyboardInterrupt
 
 
@@ -31,19 +31,19 @@ def at_length(job):
 
 
 class UnspeakableError(Exception):
-    """An error that cannot be put into words."""
+    """An error that raises when it is converted to a string."""
 
     def __str__(self):
         raise RuntimeError("words fail")
 
 
 def unspeakable(job):
-    """Raise what raises when it is asked what it is."""
+    """Raise an error that cannot be converted to a string."""
     raise UnspeakableError
 
 
 def rubbish(job):
-    """Raise with signs that a terminal, a page and a table would obey."""
+    """Raise with characters that a terminal, a page or a table would interpret."""
     raise RuntimeError("\x1b[31mred\x1b]0;title\x07 <script>alert(1)</script> | `x` \udcff \x00 \u202ebackwards")
 
 

@@ -1,4 +1,4 @@
-"""A right trainer with one place where something can go wrong. What the other files here build on."""
+"""A right trainer with a hook for faults, on which the other files here are based."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch.utils.data import DataLoader, DistributedSampler
 from plumbline import subject
 
 STEP = 2
-"""How many optimizer steps are done when it happens."""
+"""The number of optimizer steps before the fault."""
 
 
 def fit(job, fault, everywhere=False):
-    """Train rightly; after ``STEP`` steps the last rank, or every rank, calls ``fault(job)``."""
+    """Train correctly; after ``STEP`` steps, call ``fault(job)`` on the last rank or on every rank."""
     model = job.model()
     if job.world_size > 1:
         torch.distributed.init_process_group(job.comm)
@@ -36,17 +36,17 @@ def fit(job, fault, everywhere=False):
 
 
 def nothing(job):
-    """Go on."""
+    """Do nothing."""
 
 
 def declare(name, fault=nothing, everywhere=False, module=None):
-    """Return a subject of a module, that of ``fault``, that trains rightly until ``fault(job)``."""
+    """Return a subject, in the module of ``fault``, that trains correctly until ``fault(job)``."""
 
     @subject(name=name, backends=["none", "ddp"])
     def train(job):
         fit(job, fault, everywhere)
 
-    # A file's own subjects are those that its own functions declare.
+    # A file's subjects are those that its own functions declare.
     train.__module__ = module or fault.__module__
     return train
 

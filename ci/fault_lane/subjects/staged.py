@@ -1,4 +1,4 @@
-"""A model in stages, in one of which something goes wrong: in its backward, or in its optimizer."""
+"""A pipelined model with a fault in one stage: in its backward or in its optimizer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def in_optimizer(name, fault):
 
 
 def break_down(gradient):
-    """Break down."""
+    """Raise an error."""
     raise RuntimeError("a gradient is broken")
 
 
@@ -39,7 +39,7 @@ def raises_in_backward(job):
     loss, batches = job.loss, iter(range(1 << 20))
 
     def broken(outputs, batch):
-        # The first rank plans, and trains on some micro-batches for that.
+        # The first rank trains on some micro-batches to make the plan.
         if job.rank == job.world_size - 1 and next(batches) == STEP * job.micro_batches:
             outputs.register_hook(break_down)
         return loss(outputs, batch)

@@ -1,4 +1,4 @@
-"""A trainer that needs shared memory: its batches are loaded by workers."""
+"""A trainer that needs shared memory, because workers load its batches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from plumbline import subject
 
 @subject(name="loads-with-workers", backends=["none"])
 def train(job):
-    """Train rightly, with two loading processes."""
+    """Train correctly, with two loader workers."""
     model = job.model()
     optimizer = job.optimizer(model.parameters())
     for _ in range(job.epochs):

@@ -1,4 +1,4 @@
-"""A right trainer whose ranks wait in the middle until a file is there; meanwhile somebody takes a node away."""
+"""A right trainer whose ranks wait until a file exists; meanwhile, the test takes a node away."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FOLDER = "PLUMBLINE_FAULTS_FOLDER"
 
 
 def wait(job):
-    """Say that this rank is here, and who its server is."""
+    """Write down this rank and the id of its server, and wait."""
     folder = Path(os.environ[FOLDER])
     written = folder / f"rank-{job.rank}.part"
     written.write_text(str(os.getppid()))
