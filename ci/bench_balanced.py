@@ -1,4 +1,4 @@
-"""Does the self-balancing trainer meet its predictions, and how much faster are two devices than one?
+"""Measures whether the self-balancing trainer meets its predictions, and how much faster two devices are than one.
 
     python ci/bench_balanced.py --report reports/balanced.md        # about eight minutes
     python ci/bench_balanced.py --models GPT --rounds 4             # one model, printed
@@ -6,10 +6,10 @@
 Three models on two devices of one core each: a GPT, a ResNet, and a perceptron with one huge embedding
 (``ci/bench_balanced/staged_models.py``). Five trainings of each model run at a time; one computes while the others wait
 (``turns.py``): the trainer on one device, twice; balanced; balanced with the equal-count split instead of its own; and
-1F1B written by hand (``by_hand.py``) with the split and micro-batches of balanced. In each round, every training makes
-a few steps. Then both trainings on one device make theirs again at the same time, which shows what the second core
-adds. Ratios compare trainings of one round; the table has their median and a 95 % interval. Run it on a quiet machine.
-Exits with 1 if a goal is missed.
+hand-written 1F1B (``by_hand.py``) with the split and micro-batches of balanced. In each round, every training takes a
+few steps. Then both trainings on one device take steps at the same time, which shows what the second core adds.
+Ratios compare trainings of one round; the table has their median and a 95 % interval. Run it on a quiet machine. Exits
+with 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if len(CORES) < 2:
         parser.error(f"two devices need one core each, but this process may use {len(CORES)}")
-    torch.set_num_threads(1)  # and ranks are forked: there must be no other thread
+    torch.set_num_threads(1)  # ranks are forked, which requires that there are no other threads
     problems = [one for one in SIZES[options.size]() if options.models is None or one.name in options.models]
     loads = [os.getloadavg()[0]]
     measured = []
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(problem: Problem, rounds: int, steps: int) -> Measured:
-    """Let the trainings of a model take turns."""
+    """Measure the trainings of a model in turn."""
     every = WARM_UP + rounds * steps
     with tempfile.TemporaryDirectory() as folder, ExitStack() as open_trainings:
 
@@ -75,7 +75,7 @@ def measure(problem: Problem, rounds: int, steps: int) -> Measured:
             open_trainings.callback(training.close)
             return training
 
-        one = begin(partial(train_on_one, problem, every + rounds * steps), 1)  # it has two turns a round
+        one = begin(partial(train_on_one, problem, every + rounds * steps), 1)  # has two turns per round
         other = begin(partial(train_on_one, problem, every), 1)
         balanced = begin(partial(train_balanced, problem, every), 2)
         equal = begin(partial(train_with_equal_counts, problem, every), 2)
@@ -85,7 +85,7 @@ def measure(problem: Problem, rounds: int, steps: int) -> Measured:
         )
         turns: dict[str, list[Turn]] = {}
         for number in range(rounds):
-            cores = [CORES[number % 2], CORES[1 - number % 2]]  # one may be slower than the other
+            cores = [CORES[number % 2], CORES[1 - number % 2]]  # they may differ in speed
             alone = {"one": one, "balanced": balanced, "equal": equal, "by hand": by_hand}
             order = list(alone.items())
             for name, training in order if number % 2 else reversed(order):
@@ -99,7 +99,7 @@ def measure(problem: Problem, rounds: int, steps: int) -> Measured:
 
 
 def layers_of(planned: StagePlan) -> list[list[int]]:
-    """Return the numbers of the network's layers that each stage has."""
+    """Return the layer numbers of each stage."""
     stages = []
     for stage in planned.stages:
         calls = [call for block in planned.blocks[stage.first : stage.last] for call in block.name.split(" + ")]
@@ -110,13 +110,13 @@ def layers_of(planned: StagePlan) -> list[list[int]]:
 
 
 def train_on_one(problem: Problem, steps: int, paces: list[Pace]) -> None:
-    """Train on one device: whole batches."""
+    """Train whole batches on one device."""
     task = Task(problem, steps, lambda _, optimizer: paces[0].follow(optimizer))
     Trainer(accelerator="cpu", max_steps=steps).fit(task)
 
 
 def train_balanced(problem: Problem, steps: int, paces: list[Pace]) -> dict[str, Any]:
-    """Train on two devices; return what was planned and measured."""
+    """Train on two devices; return the plan and the measurements."""
 
     def begun(task: Task, optimizer: torch.optim.Optimizer) -> None:
         paces[task.trainer.rank].follow(optimizer, lambda: task.trainer.balance.as_dict())
@@ -127,14 +127,14 @@ def train_balanced(problem: Problem, steps: int, paces: list[Pace]) -> dict[str,
 
 
 def train_with_equal_counts(problem: Problem, steps: int, paces: list[Pace]) -> dict[str, Any]:
-    """Train on two devices with equally many blocks on each, and the best number of micro-batches for that."""
-    # This process is forked for this training alone.
+    """Train on two devices with the same number of blocks on each, and the best number of micro-batches."""
+    # This process is forked for this training only.
     planning.partition, planning.moved_by_one = equal_counts, lambda stages: iter(())
     return train_balanced(problem, steps, paces)
 
 
 def equal_counts(profile: Profile, stages: int, *_: Any) -> tuple[Stage, ...]:
-    """Return stages of equally many blocks, as far as that goes."""
+    """Return stages with numbers of blocks as equal as possible."""
     bounds = [len(profile.blocks) * stage // stages for stage in range(stages + 1)]
     return tuple(Stage(first, last) for first, last in pairwise(bounds))
 

@@ -1,4 +1,4 @@
-"""What evidence costs: bytes and seconds per step, by number of parameters.
+"""Measures the cost of evidence: bytes and seconds per step, by number of parameters.
 
     python ci/bench_evidence.py [--parameters 1e5 1e6 1e7 1e8 1e9] [--tokens 2048] [--rounds 5]
 
@@ -38,7 +38,7 @@ from plumbline.worker.recorder.recorder import Recorder
 
 
 class Timed(Recorder):
-    """A recorder that can look away, and that takes its own time."""
+    """A recorder that can be paused, and that measures its own time."""
 
     on = False
     seconds = 0.0
@@ -60,7 +60,7 @@ class Timed(Recorder):
 
 
 def stack(parameters: float) -> nn.Sequential:
-    """Return about so many parameters in square layers: wider ones in larger models, as people build them."""
+    """Return a stack of square layers with about ``parameters`` parameters; larger models are wider."""
     width = 2 ** round(math.log2(parameters / 8) / 2 * 0.9)
     depth = max(1, round(parameters / (width * (width + 1))))
     with torch.device("meta"):
@@ -72,7 +72,7 @@ def stack(parameters: float) -> nn.Sequential:
 
 
 def measure(parameters: float, tokens: int, rounds: int, folder: Path) -> str:
-    """Return one line of the table; the store lies in ``folder``."""
+    """Return one line of the table; the store is in ``folder``."""
     model = stack(parameters)
     count = sum(parameter.numel() for parameter in model.parameters())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
@@ -85,7 +85,7 @@ def measure(parameters: float, tokens: int, rounds: int, folder: Path) -> str:
         recorder.watch(model)
 
     def step(on: bool) -> tuple[float, float, float]:
-        """Return the seconds of a step, and in it those of each rank's recorder."""
+        """Return the seconds of a step, and those of each rank's recorder in it."""
         for recorder in ranks:
             recorder.on, recorder.seconds = on, 0.0
         begun = time.process_time()
@@ -95,7 +95,7 @@ def measure(parameters: float, tokens: int, rounds: int, folder: Path) -> str:
         optimizer.zero_grad()
         return seconds, ranks[0].seconds, ranks[1].seconds
 
-    for on in (False, True):  # the first step of all warms up, and the first recorded one has no step before it
+    for on in (False, True):  # the first step is a warm-up, and the first recorded step has no step before it
         step(on)
     plain, writing, finding, stored = [], [], [], []
     for number in range(rounds):
@@ -123,7 +123,7 @@ def measure(parameters: float, tokens: int, rounds: int, folder: Path) -> str:
 
 
 def main() -> None:
-    """Measure every size in a process of its own: hooks and memory are a process's."""
+    """Measure every size in its own process, because hooks and memory are per process."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parameters", type=float, nargs="+", default=[1e5, 1e6, 1e7, 1e8, 1e9])
     parser.add_argument("--tokens", type=int, default=2048)

@@ -1,4 +1,4 @@
-"""What following a long training costs, and how soon a mistake that begins in the middle is found.
+"""Measures the cost of following a long training, and how soon a mistake that begins in the middle is found.
 
     python ci/bench_following.py --checkouts FOLDER                     # nanoGPT, 20,000 steps, 3 rounds
     python ci/bench_following.py --checkouts FOLDER --steps 4000 --every 200 --rounds 2
@@ -41,7 +41,7 @@ MISTAKES = {
         r"\1if iter_num < {begin}: optimizer.zero_grad(set_to_none=True)",
     ),
 }
-"""What is done wrong from one iteration on, as a pattern in ``train.py`` and what takes its place."""
+"""Mistakes that start at an iteration: a pattern in ``train.py`` and its replacement."""
 
 SIZES = {"small": (2, 2, 128, 4, 32), "readme": (4, 4, 128, 12, 64)}
 """nanoGPT's layers, heads, width, rows and length. ``readme`` is the configuration for CPUs in its README."""
@@ -122,7 +122,7 @@ def main() -> int:
 
 
 def nanogpt(asked: argparse.Namespace, changes: tuple[tuple[str, str, str], ...] = ()) -> Script:
-    """Return nanoGPT in the size and with as many steps as asked for, with one micro-batch, and with more changes."""
+    """Return nanoGPT in the given size and number of steps, with one micro-batch and further changes."""
     command = re.sub(r"--max_iters=\d+", f"--max_iters={asked.steps}", NANOGPT.command)
     command = re.sub(r"--gradient_accumulation_steps=\d+", "--gradient_accumulation_steps=1", command)
     for name, value in zip(("n_layer", "n_head", "n_embd", "batch_size", "block_size"), SIZES[asked.size], strict=True):
@@ -132,7 +132,7 @@ def nanogpt(asked: argparse.Namespace, changes: tuple[tuple[str, str, str], ...]
 
 
 def placed_in(folder: Path, script: Script, asked: argparse.Namespace) -> Placed:
-    """Put the script into a folder."""
+    """Copy the script into a folder."""
     folder.mkdir()
     return prepare(script, folder, asked.checkouts, interpreter(script, (sys.executable, *asked.python)), 3600)
 
@@ -157,7 +157,7 @@ def pair(placed: Placed, asked: argparse.Namespace, number: int) -> tuple[Ran, R
 
 
 def follow(placed: Placed, asked: argparse.Namespace) -> Ran:
-    """Run the script, and follow it; return the run with its verdict."""
+    """Run the script under ``check --every``; return the run with its verdict."""
     file = placed.folder / "verdict.json"
     command = (str(Path(sys.executable).with_name("plumbline")), "check", "--every", str(asked.every))
     ran = placed.run((*command, "--json", str(file), "--"))
@@ -165,14 +165,14 @@ def follow(placed: Placed, asked: argparse.Namespace) -> Ran:
 
 
 def succeeded(ran: Ran) -> Ran:
-    """Return a run that ended well."""
+    """Return a run, which must have succeeded."""
     if ran.code:
         raise SystemExit(f"exit code {ran.code}\n{ran.output[-2000:]}")
     return ran
 
 
 def headline(ran: Ran) -> str:
-    """Return the verdict of a run, and its reason."""
+    """Return the verdict of a run and its reason."""
     return f"{ran.verdict.answer}: {ran.verdict.sentence}" if ran.verdict else f"none: exit code {ran.code}"
 
 
@@ -182,7 +182,7 @@ def row(what: str, values: list[float], form: str) -> str:
 
 
 def shown(word: str) -> str:
-    """Return a word of the command line without the folders of this machine."""
+    """Return an argument of the command line without this machine's folders."""
     return Path(word).name if word.startswith("/") else word
 
 

@@ -1,4 +1,4 @@
-"""How long nodes take to join a launcher: alone, beside connections that say nothing, and under hostile greetings.
+"""Measures how long nodes take to join a launcher: alone, beside silent connections, and under hostile greetings.
 
     python ci/bench_greetings.py                       # 1000 silent connections, 200 joins, into reports/greetings.md
     python ci/bench_greetings.py --silent 100 --joins 20 --hostile 1000 --report FILE
@@ -45,7 +45,7 @@ away. A launcher greets {most} at a time; one more ends the oldest.
 
 
 def main() -> int:
-    """Measure, or be one of the processes that are measured."""
+    """Measure, or run one of the measured processes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--silent", type=int, default=1000, help="connections that say nothing (default: %(default)s)")
     parser.add_argument("--joins", type=int, default=200, help="nodes that join (default: %(default)s)")
@@ -91,7 +91,7 @@ def measure(role: str, count: int, joins: int) -> tuple[list[float], str]:
     strangers = inside(role, listener.port, count) if role else None
     if strangers:
         assert strangers.stdout is not None
-        strangers.stdout.readline()  # they are there
+        strangers.stdout.readline()  # all strangers are connected
     joining = inside("nodes", listener.port, joins)
     received = listener.receive(joins, processes, StartWait(lambda: 0.0)) if role != "hostile" else []
     printed, _ = joining.communicate()
@@ -108,13 +108,13 @@ def measure(role: str, count: int, joins: int) -> tuple[list[float], str]:
 
 
 def inside(role: str, port: int, count: int) -> subprocess.Popen[str]:
-    """Start a process of this program with a part in the measurement."""
+    """Start a process of this program with one role in the measurement."""
     command = [sys.executable, __file__, "--inside", role, str(port), str(count)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
 def nodes(place: tuple[str, int], count: int) -> None:
-    """Join one after another, as a node's server does, and print how long each took."""
+    """Join repeatedly, as a node's server does, and print how long each join took."""
 
     def begin(connection: socket.socket, host: str) -> AuthenticatedChannel:
         return greet(connection, TOKEN, _description(len(times), host, connection))
@@ -128,7 +128,7 @@ def nodes(place: tuple[str, int], count: int) -> None:
 
 
 def silent(place: tuple[str, int], count: int) -> None:
-    """Open connections, and say nothing."""
+    """Open connections and stay silent."""
     kept = [socket.create_connection(place) for _ in range(count)]
     print("there", flush=True)
     time.sleep(3600)
@@ -136,7 +136,7 @@ def silent(place: tuple[str, int], count: int) -> None:
 
 
 def again(place: tuple[str, int], count: int) -> None:
-    """Open connections, say nothing, and open another for each that is closed."""
+    """Open connections, stay silent, and replace each one that is closed."""
     selector = selectors.DefaultSelector()
     for _ in range(count):
         selector.register(socket.create_connection(place), selectors.EVENT_READ)
@@ -154,7 +154,7 @@ def again(place: tuple[str, int], count: int) -> None:
 
 
 def hostile(place: tuple[str, int], count: int) -> None:
-    """Send greetings with a mistake in each, 50 at a time."""
+    """Send damaged greetings, 50 at a time."""
     print("there", flush=True)
     mistakes = bad_greetings()
     for _ in range(0, count, 50):
@@ -179,7 +179,7 @@ def bad_greetings() -> Iterator[bytes]:
 
 
 def record() -> bytes:
-    """Return what a node sends to a launcher that it joins."""
+    """Return what a node sends to a launcher when it joins."""
     with socket.create_server(("127.0.0.1", 0)) as proxy:
         listener = NodeListener(("127.0.0.1", 0), TOKEN)
         node = inside("nodes", proxy.getsockname()[1], 1)
@@ -195,7 +195,7 @@ def record() -> bytes:
 
 
 def replay() -> bool:
-    """Play a recorded greeting again; return whether a launcher takes it."""
+    """Replay a recorded greeting; return whether the launcher accepts it."""
     recorded = record()
     listener = NodeListener(("127.0.0.1", 0), TOKEN)
     with socket.create_connection(("127.0.0.1", listener.port)) as connection:

@@ -1,4 +1,4 @@
-"""How do a warm ddp cell's time, memory and connections grow with its ranks, from launch to verdict?
+"""Measures how a warm ddp cell's time, memory and connections grow with its ranks, from launch to verdict.
 
     python ci/bench_launch.py                            # 2 to 96 ranks on simulated devices, nodes of 8
     python ci/bench_launch.py 64 96 --figures PIECES     # a piece; the table is that of all pieces in the file
@@ -39,13 +39,13 @@ from plumbline.workloads import WORKLOADS
 
 RANKS = (2, 4, 8, 16, 32, 64, 96)
 GPUS = 8
-"""Devices of a simulated node."""
+"""Devices per simulated node."""
 
 _SAMPLE = 8
-"""Of so many ranks the memory is looked at: of all of them it takes as long as the launch."""
+"""The number of ranks whose memory is sampled: sampling all of them takes as long as the launch."""
 
 FROM = 16
-"""A second exponent is fitted from so many ranks on, where what is the same for all of them counts for less."""
+"""A second exponent is fitted from this number of ranks on, where constant costs matter less."""
 
 COLUMNS = {
     "launch + train, s": "trained",
@@ -90,12 +90,12 @@ def main() -> None:
 
 
 def topology(ranks: int) -> Topology:
-    """Return full nodes, or one that is not."""
+    """Return full nodes, or a single one that is not full."""
     return Topology(ranks // GPUS, GPUS) if ranks > GPUS else Topology(1, ranks)
 
 
 def figures_of(pool: Pool, cell: Cell, runs: int) -> dict[str, Any]:
-    """Return what a cell takes: lists of seconds, numbers of the other kinds."""
+    """Return a cell's figures: lists of seconds, and single numbers for the rest."""
     times = [timed(pool, cell) for _ in range(runs)]
     with tempfile.TemporaryDirectory() as folder, Watcher(pool.server, cell.processes) as watcher:
         trace = launch(pool, cell, Path(folder), Settings(300))
@@ -120,7 +120,7 @@ def figures_of(pool: Pool, cell: Cell, runs: int) -> dict[str, Any]:
 
 
 def timed(pool: Pool, cell: Cell) -> tuple[float, float]:
-    """Return seconds of training and of judging."""
+    """Return the seconds of training and of judging."""
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
         trace = launch(pool, cell, Path(folder), Settings(300))
@@ -130,7 +130,7 @@ def timed(pool: Pool, cell: Cell) -> tuple[float, float]:
 
 
 class Watcher:
-    """Looks at a fork server and its ranks again and again, and remembers the largest figures."""
+    """Samples a fork server and its ranks repeatedly, and keeps the maxima."""
 
     def __init__(self, server: int, count: int) -> None:
         self.largest = {"server_files": 0, "rank_files": 0, "rank_threads": 0}
@@ -150,15 +150,15 @@ class Watcher:
 
     @property
     def memory(self) -> float:
-        """The server's and all ranks' memory in MiB: the median of the looks at which all of them were there."""
+        """The memory of the server and of all ranks in MiB: medians over samples in which all were running."""
         return statistics.median(self._memory)
 
     def _watch(self) -> None:
         while not self._end.wait(0.02):
             below = [int(pid) for pid in Path(f"/proc/{self._server}/task/{self._server}/children").read_text().split()]
             seen = {"server_files": len(os.listdir(f"/proc/{self._server}/fd"))}
-            for pid in below[:: max(1, len(below) - 1)]:  # the first and the last
-                with suppress(OSError, StopIteration):  # it has just ended
+            for pid in below[:: max(1, len(below) - 1)]:  # the first and the last ranks
+                with suppress(OSError, StopIteration):  # the process has just ended
                     seen["rank_files"] = max(seen.get("rank_files", 0), len(os.listdir(f"/proc/{pid}/fd")))
                     seen["rank_threads"] = max(seen.get("rank_threads", 0), status(pid, "Threads"))
             found = []
@@ -172,19 +172,19 @@ class Watcher:
 
 
 def pss(pid: int) -> int:
-    """Return the memory of a process in KiB, shared pages in part."""
+    """Return a process's memory in KiB; shared pages count in part."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
 
 def status(pid: int, name: str) -> int:
-    """Return a number from a process' status."""
+    """Return a number from a process's status file."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
 def table(figures: Sequence[Mapping[str, Any]]) -> str:
-    """Return the figures as Markdown, a row a number of ranks, and the exponents below."""
+    """Return the figures as Markdown: a row per number of ranks, and exponents below."""
     lines = [f"| ranks | {' | '.join(COLUMNS)} | verdict |", f"|{' --: |' * (len(COLUMNS) + 1)} --- |"]
     for one in figures:
         lines.append(
@@ -196,7 +196,7 @@ def table(figures: Sequence[Mapping[str, Any]]) -> str:
 
 
 def exponents(ranks: Sequence[int], columns: Sequence[Sequence[float]]) -> list[str]:
-    """Return rows of a table with the slope of each column's logarithms over those of the ranks."""
+    """Return rows with the slope of each column's logarithms over those of the number of ranks."""
     rows = []
     for least in (0, FROM):
         among = [index for index, number in enumerate(ranks) if number >= least]
@@ -214,7 +214,7 @@ def middle(value: float | list[float]) -> float:
 
 
 def written(value: float | list[float]) -> str:
-    """Write a number, or median and range of several."""
+    """Format a number, or the median and range of several."""
     if isinstance(value, list):
         return f"{statistics.median(value):.2f} ({min(value):.2f} … {max(value):.2f})"
     return f"{value:.0f}"

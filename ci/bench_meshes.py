@@ -1,4 +1,4 @@
-"""How much longer does a cell on a mesh take than a ddp cell of as many ranks, from launch to verdict?
+"""Measures how much longer a cell on a mesh takes than a ddp cell with as many ranks, from launch to verdict.
 
     python ci/bench_meshes.py                  # 2 x 2 ranks, 5 rounds
     python ci/bench_meshes.py --rounds 3 tp pp

@@ -1,4 +1,4 @@
-"""How often is a partition of blocks into stages optimal: ours, DeepSpeed's, torchgpipe's, equal counts?
+"""Measures how often a partition of blocks into stages is optimal: ours, DeepSpeed's, torchgpipe's, equal counts.
 
     python ci/bench_partitions.py --deepspeed ENV/bin/python --torchgpipe ENV/bin/python > reports/partitions.md
 
@@ -22,7 +22,7 @@ from plumbline.trainer.balanced.partition import StageCosts, partition
 from plumbline.trainer.balanced.stage_plan import BlockCost, Profile, Stage
 
 CASES, MICRO_BATCHES, SEED = 400, 8, 17
-# What counts as best: sums of at most 12 numbers, taken in different orders.
+# Tolerance for equality with the best: sums of at most 12 numbers, added in different orders.
 ROUNDING = 1 + 24 * sys.float_info.epsilon
 
 DEEPSPEED = """
@@ -55,7 +55,7 @@ class Case:
     devices: int
 
     def every_partition(self) -> Iterator[Bounds]:
-        """Return all partitions into stages of at least one block."""
+        """Return all partitions into non-empty stages."""
         blocks = len(self.profile.blocks)
         for inner in combinations(range(1, blocks), self.devices - 1):
             yield (0, *inner, blocks)
@@ -86,7 +86,7 @@ KINDS = ("uniform", "log-normal", "transformer", "decreasing")
 
 
 def random_cases() -> list[Case]:
-    """Return the cases, always the same."""
+    """Return the cases, the same in every run."""
     generator = random.Random(SEED)
     cases = []
     for number in range(CASES):
@@ -102,7 +102,7 @@ def random_cases() -> list[Case]:
 
 
 def ours(case: Case, memory: float | None = None, *, by_memory: bool = False) -> Bounds:
-    """Return our partition; ``by_memory`` asks for the least peak instead of the least time."""
+    """Return our partition; ``by_memory`` minimises the peak instead of the time."""
     blocks = case.profile.blocks
     measured = case.profile
     if by_memory:
@@ -112,17 +112,17 @@ def ours(case: Case, memory: float | None = None, *, by_memory: bool = False) ->
 
 
 def bounds_of(stages: Sequence[Stage]) -> Bounds:
-    """Return where stages begin, and where the last one ends."""
+    """Return where each stage begins, and where the last one ends."""
     return (0, *(stage.last for stage in stages))
 
 
 def equal_counts(costs: Sequence[float], devices: int) -> Bounds:
-    """Return stages of equally many blocks, as far as that goes."""
+    """Return stages with numbers of blocks as equal as possible."""
     return [len(costs) * stage // devices for stage in range(devices + 1)]
 
 
 def in_interpreter(python: str, program: str, questions: list[tuple[list[float], int]]) -> tuple[str, list[Bounds]]:
-    """Return a library's version and what it answers."""
+    """Return a library's version and its answer."""
     done = subprocess.run(
         [python, "-c", program], input=json.dumps(questions), capture_output=True, text=True, timeout=600
     )
@@ -133,12 +133,12 @@ def in_interpreter(python: str, program: str, questions: list[tuple[list[float],
 
 
 def by_time(case: Case) -> list[float]:
-    """Return the cost of each block that others are given to balance time."""
+    """Return the cost per block that other libraries get to balance time."""
     return [block.seconds for block in case.profile.blocks]
 
 
 def by_memory(case: Case) -> list[float]:
-    """Return the cost of each block that others are given to balance memory: they take one number for each."""
+    """Return the cost per block that other libraries get to balance memory: a single number each."""
     return [float(block.state_bytes + block.saved_bytes) for block in case.profile.blocks]
 
 
@@ -199,7 +199,7 @@ def report(cases: list[Case], rows: dict[str, tuple[list[Bounds], list[Bounds]]]
 
 
 def limited(cases: list[Case], rows: dict[str, tuple[list[Bounds], list[Bounds]]], lightest: list[float]) -> list[str]:
-    """Return the section on devices that have a little more memory than is needed at least."""
+    """Return the section on devices with slightly more memory than necessary."""
     lines = [
         "## Time with limited memory",
         "",
@@ -226,7 +226,7 @@ def limited(cases: list[Case], rows: dict[str, tuple[list[Bounds], list[Bounds]]
 def ratios(
     cases: list[Case], found: list[Bounds], best: list[float], value: Callable[[Case, Any], float]
 ) -> list[float]:
-    """Return each partition's value over the best; a stage that is left empty counts as it is."""
+    """Return each partition's value relative to the best; an empty stage counts like any other."""
     return [value(case, bounds) / least for case, bounds, least in zip(cases, found, best, strict=True)]
 
 
@@ -236,7 +236,7 @@ def optimal(of_cases: Sequence[float]) -> int:
 
 
 def summary(of_cases: Sequence[float]) -> str:
-    """Return three cells: how many are optimal, the worst and the mean ratio."""
+    """Return three cells: the number of optimal cases, the worst ratio and the mean ratio."""
     count = len(of_cases)
     return f"{optimal(of_cases)} of {count} | × {max(of_cases):.2f} | × {sum(of_cases) / count:.3f}"
 

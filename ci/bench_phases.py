@@ -1,4 +1,4 @@
-"""Where does the time of one warm ddp cell go, and which part of it grows faster than the number of ranks?
+"""Measures the phases of one warm ddp cell, and which of them grows faster than the number of ranks.
 
     python ci/bench_phases.py                # 2 to 96 ranks on simulated devices, nodes of 8
     python ci/bench_phases.py --unreduced    # without averaging gradients
@@ -76,14 +76,14 @@ def main() -> None:
 
 
 def times(log: Path) -> list[float]:
-    """Return what a rank said: when it was where, then its processor time."""
+    """Return a rank's report: the end of each phase, then its processor time."""
     line = next(line for line in log.read_text().splitlines() if line.startswith("phases "))
     return [float(word) for word in line.split()[1:]]
 
 
 @subject(name="says-when", backends=["ddp"])
 def train(job: Any) -> None:
-    """Train as anybody would, and say when each phase has ended."""
+    """Train as usual, and report the end of each phase."""
     left_out = os.environ[LEFT_OUT]
     ends = [time.time()]
     if left_out != "meeting":

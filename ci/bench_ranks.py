@@ -1,4 +1,4 @@
-"""How much faster is a test with ``@pytest.mark.ranks`` than one of torch's, which spawns its ranks?
+"""Measures how much faster a test with ``@pytest.mark.ranks`` is than one of torch's, which spawns its ranks.
 
     python ci/bench_ranks.py                          # 2, 4 and 8 ranks, 5 rounds
     python ci/bench_ranks.py --ranks 2 8 --rounds 3
@@ -27,13 +27,13 @@ PROMISED = {2: 20.0, 8: 30.0}
 
 @dataclass
 class Durations:
-    """The seconds of each test of a session by its id, and whether all have passed. A plugin of pytest."""
+    """A pytest plugin that collects each test's seconds by its id, and whether all tests passed."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     failed: str = ""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Add a phase."""
+        """Add the seconds of a phase."""
         self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
         if not report.passed:
             self.failed += f"{report.nodeid}: {report.longreprtext}\n"
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(ranks: int) -> tuple[float, float]:
-    """Return the seconds of the spawned and of the marked test, one after the other."""
+    """Return the seconds of the spawned test and of the marked test, run one after the other."""
     tests = [f"{TESTS}/test_spawned.py::Test{ranks}", f"{TESTS}/test_marked.py::test_marked[{ranks}]"]
     durations = Durations()
     quiet = ["-p", "no:terminal", "-p", "no:cacheprovider"]

@@ -1,4 +1,4 @@
-"""How many times longer does a recorded optimizer step take than a plain one?
+"""Measures how many times longer a recorded optimizer step takes than a plain one.
 
     python ci/bench_recording.py                                   # three models on 2 ranks, 5 rounds
     python ci/bench_recording.py --models gpt --rounds 3 --ranks 1
@@ -113,7 +113,7 @@ def _train(rank: int, name: str, ranks: int, meeting: str, found: Any) -> None:
     wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     steps = _steps(lambda: loss(wrapped), optimizer)
-    _ = [next(steps) for _ in range(3)]  # buckets are divided anew, and memory is allocated
+    _ = [next(steps) for _ in range(3)]  # DDP rebuilds buckets; memory is allocated
     plain = [next(steps) for _ in range(2 * STEPS)]
     with plumbline.attach(optimizer, steps=STEPS) as attached:
         recorded = [next(steps) for _ in range(STEPS)]

@@ -1,4 +1,4 @@
-"""What does it cost to bring many ranks or nodes together? Each part alone, without a training.
+"""Measures the cost of bringing many ranks or nodes together: each part by itself, without a training.
 
     python ci/bench_rendezvous.py                   # 125, 250, 500 and 1000
 
@@ -27,10 +27,10 @@ from plumbline.worker.assignment import Assignment
 from plumbline.worker.server import ConnectivityProbe, reach
 
 _PORT = 5
-"""Digits of a port."""
+"""The number of digits of a port."""
 
 GPUS = 8
-"""Devices of a node."""
+"""Devices per node."""
 
 
 def main() -> None:
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("counts", nargs="*", type=int, default=[125, 250, 500, 1000])
     parser.add_argument("--runs", type=int, default=3)
     arguments = parser.parse_args()
-    os.environ.update(SERVER_ENVIRONMENT)  # as ranks have it
+    os.environ.update(SERVER_ENVIRONMENT)  # like ranks
     print(
         "| processes | meet in a store, s | descriptors of the store's process | reach as many nodes, s | sent, KiB |"
     )
@@ -52,10 +52,10 @@ def main() -> None:
 
 
 def meet(count: int) -> tuple[float, int]:
-    """Return the seconds from when there is a store until all have met, and this process' descriptors then."""
+    """Return the seconds from the store's start until all have met, and this process's descriptors then."""
     (wait, go), (heard, said) = os.pipe(), os.pipe()
     below = []
-    for _ in range(count):  # before there is a store, whose thread may hold a lock that nobody gives back in a child
+    for _ in range(count):  # before the store's thread starts: a child inherits its locks
         pid = os.fork()
         if not pid:
             try:
@@ -81,7 +81,7 @@ def meet(count: int) -> tuple[float, int]:
 
 
 def join(port: int, count: int, said: int) -> None:
-    """Join the store as a rank does, wait until all are there, say so, and stay until the end."""
+    """Join the store as a rank does, wait for all others, report this, and stay until the end."""
     patience = timedelta(seconds=120)
     mine = TCPStore(this_machine.loopback(), port, is_master=False, wait_for_workers=False, timeout=patience)
     if mine.add("arrived", 1) == count:
@@ -106,7 +106,7 @@ def reach_all(count: int) -> float:
 
 
 def sent(count: int) -> int:
-    """Return the bytes of the assignments of so many ranks."""
+    """Return the size of the assignments of ``ranks`` ranks in bytes."""
     cell = Cell("reference", "mlp", "ddp", Topology(max(1, count // GPUS), min(count, GPUS)), "32", "cpu")
     folder = "/a/folder/that/all/nodes/see/plumbline-run-00000000/cell-00000000"
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE")
@@ -118,7 +118,7 @@ def sent(count: int) -> int:
 
 
 def spread(values: list[float]) -> str:
-    """Write median and range."""
+    """Format median and range."""
     return f"{statistics.median(values):.3f} ({min(values):.3f} … {max(values):.3f})"
 
 

@@ -1,4 +1,4 @@
-"""Does the time of writing a report grow faster than the number of its cells?
+"""Measures whether the time of writing a report grows faster than the number of its cells.
 
     python ci/bench_report.py [--cells 125 250 500 1000] [--rounds 5]
     python ci/bench_report.py --page [--cells 5000]
@@ -41,7 +41,7 @@ from plumbline.results.run_writer import RunWriter
 
 FINDINGS = 10
 FAILURES = {"none fails": 0, "one in ten fails": 10, "all fail": 1}
-"""What is measured: one of this many cells fails."""
+"""The measured kinds of run: one of this many cells fails."""
 CAUSES = 10
 LARGEST_RATIO = 2.0
 
@@ -61,7 +61,7 @@ def main() -> int:
     for kind, every in FAILURES.items():
         with tempfile.TemporaryDirectory() as folder:
             runs = [write_run(Path(folder), count, every) for count in options.cells]
-            write_report(runs[0])  # imports, and the compilation of templates
+            write_report(runs[0])  # warm up: imports, and the compilation of templates
             times = [median(cpu_seconds(run) for _ in range(options.rounds)) for run in runs]
         per_cell = [seconds / count for seconds, count in zip(times, options.cells, strict=True)]
         ratios = [one / per_cell[0] for one in per_cell]
@@ -71,7 +71,7 @@ def main() -> int:
 
 
 def time_pages(counts: Sequence[int], rounds: int) -> int:
-    """Print how long the page of each run takes to make and to open."""
+    """Print how long it takes to make and to open the page of each run."""
     browser = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))), None)
     print("| cells | of them | MB | made, s | processor time, s | opened, s | load average |")
     print("|--:|---|--:|--:|--:|--:|--:|")
@@ -90,13 +90,13 @@ def time_pages(counts: Sequence[int], rounds: int) -> int:
 
 
 def medians(times: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """Return the median of wall times, and that of processor times."""
+    """Return the median wall time and the median processor time."""
     walls, used = zip(*times, strict=True)
     return median(walls), median(used)
 
 
 def page_seconds(path: Path) -> tuple[float, float]:
-    """Return the wall and the processor time of making the page of a run that has been read."""
+    """Return the wall and processor time of making the page of a run that was read before."""
     run = read_run(path)
     begun, cpu = time.perf_counter(), time.process_time()
     (path / "report.html").write_text(report_page(run))
@@ -104,9 +104,9 @@ def page_seconds(path: Path) -> tuple[float, float]:
 
 
 def open_seconds(browser: str, page: Path) -> float:
-    """Return the seconds of loading a page and laying it out, without the browser's own start and end."""
+    """Return the seconds to load and lay out a page, without the browser's own start and end."""
     probe = page.with_name("probe.html")
-    # The page in a frame of one that waits for it, has it laid out, and writes down how long that took.
+    # An outer page loads this page in a frame, forces its layout, and writes down the time.
     probe.write_text(
         "<!doctype html><p id=t></p><script>const begun = performance.now();</script>"
         f'<iframe width=1280 height=900 src={page.name} onload="this.contentDocument.body.getBoundingClientRect(); '
@@ -124,14 +124,14 @@ def open_seconds(browser: str, page: Path) -> float:
 
 
 def cpu_seconds(run: Path) -> float:
-    """Return the processor time of writing the report of a run."""
+    """Return the processor time of writing a run's report."""
     begun = time.process_time()
     write_report(run)
     return time.process_time() - begun
 
 
 def write_run(folder: Path, count: int, every: int) -> Path:
-    """Write a run of ``count`` cells of which one in ``every`` fails, none where that is 0, and return its folder."""
+    """Write a run of ``count`` cells, of which one in ``every`` fails (0: none); return its folder."""
     topologies = [Topology(1, gpus) for gpus in (1, 2, 3, 4, 8)]
     cells = [
         Cell("reference", f"w{number // len(topologies)}", "ddp", topologies[number % len(topologies)], "32", "cpu")
@@ -150,7 +150,7 @@ def write_run(folder: Path, count: int, every: int) -> Path:
 
 
 def findings(cause: int | None) -> list[Finding]:
-    """Return the findings of a cell: all passed, or failed for this cause, the first one with its errors."""
+    """Return the findings of a cell: all passed, or failed for this cause; the first finding has errors."""
     outcome = Outcome.PASSED if cause is None else Outcome.FAILED
     error = 3.0 if cause is None else 4e6
     names = tuple(f"layers.{number}.weight" for number in range(24))

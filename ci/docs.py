@@ -86,7 +86,7 @@ def _sections(name: str, parser: argparse.ArgumentParser) -> Iterable[str]:
 
 
 def _described(text: str) -> str:
-    """Return a description as Markdown; indented lines become a block."""
+    """Return a description as Markdown; indented lines become a code block."""
     blocks = inspect.cleandoc(text).replace("``", "`").split("\n\n")
     return "\n".join(_block(one) if one.startswith(" ") else f"{one}\n" for one in blocks)
 
@@ -128,12 +128,12 @@ PARTS: dict[str, Callable[[], str]] = {
 
 
 def up_to_date(page: str) -> str:
-    """Return ``page`` with its generated parts renewed."""
+    """Return ``page`` with its generated parts rewritten."""
     return PART.sub(lambda part: f"{part['name']} -->\n\n{PARTS[part['name']]().strip()}\n\n", page)
 
 
 def llms() -> str:
-    """Return ``llms.txt``: what Plumbline is, and every page of the site with what it is read for."""
+    """Return ``llms.txt``: what Plumbline is, and the purpose of each page."""
     site = yaml.safe_load((DOCS.parent / "mkdocs.yml").read_text())
     index = (DOCS / "index.md").read_text()
     goals = {

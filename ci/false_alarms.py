@@ -1,4 +1,4 @@
-"""Right trainers, over and over: is one of them ever accused?
+"""Trains right trainers on random cells: none of them may be accused.
 
     python ci/false_alarms.py                      # 200 seeds, a handful of random cells each
     python ci/false_alarms.py --seeds 20 --cells 3 --subject torch
@@ -32,7 +32,7 @@ from plumbline.planning.plan import Matrix, plan
 
 
 def main() -> int:
-    """Draw cells, examine them, count."""
+    """Draw cells, examine them, and count accusations."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=200)
     parser.add_argument("--cells", type=int, default=5, help="cells drawn for each seed (default: %(default)s)")

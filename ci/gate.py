@@ -1,4 +1,4 @@
-"""Hold Plumbline to what README claims, in a few minutes: `.ci/run` calls it between the linters and the tests.
+"""Tests what README claims, in a few minutes. `.ci/run` calls it between the linters and the tests.
 
     python ci/gate.py                              # every stage; a failure does not stop the others
     python ci/gate.py --list
@@ -7,11 +7,11 @@
 Stages:
 
 - one for each entry of ``CLAIMS``: each backend is named on the command line, and at least one of its cells must be
-  trained. A backend without a trained cell is a failure, even where pytest ends with 0.
+  trained. A backend without a trained cell is a failure, even if pytest exits with 0.
 - one for each released library of ``RELEASED``, in an environment of its own: ``plumbline smoke`` must be right, and an
-  entry of its expected failures must be met. ``ci/released-constraints.txt`` pins the environment, which is made where
-  it is missing, as by ``plumbline subjects install``. Where there is a callback for it, a right training with the
-  callback is RIGHT, and one with a mistake WRONG.
+  entry of its expected failures must occur. ``ci/released-constraints.txt`` pins the environment, which is created if
+  it is missing, as by ``plumbline subjects install``. If there is a callback for the library, a right training with
+  the callback must be RIGHT, and one with a mistake WRONG.
 - ``check``: ``plumbline check`` on a right script and on the same script with a mistake.
 - ``wheel``: the built wheel works in a project that has packages called ``harness``, ``suites`` and ``tests``.
 
@@ -49,15 +49,15 @@ PLUMBLINE = str(Path(sys.executable).with_name("plumbline"))
 
 ON_MESHES = ("mlp", "lm-tokens", "transformer", "clipping-tied", "accumulation", "checkpoint-elastic")
 OF_EVERY_KIND = (*ON_MESHES, "linear-exact", "cnn-batchnorm", "muon", "dropout", "experts", "clipping-experts")
-"""With all workloads, the eight backends of torch take a quarter of ``.ci/run``; ``ci/nightly`` trains them."""
+"""Selected workloads: with all, torch's eight backends take a quarter of ``.ci/run``. ``ci/nightly`` trains all."""
 
 TRAINED = (Outcome.PASSED, Outcome.DEVIATES)
-"""Outcomes of cells that were trained and judged. Expected failures do not count: a launch may be one."""
+"""Outcomes of cells that were trained and judged. Expected failures do not count, because a launch may fail."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A subject trains with each of these backends on ``gpus`` devices; without ``workloads``: every workload."""
+    """A subject trains with each of these backends on ``gpus`` devices, with all workloads if none are named."""
 
     subject: str
     backends: tuple[str, ...]
@@ -80,7 +80,7 @@ CALLBACKS: Mapping[str, Sequence[str]] = {
     "lightning": (),
     "transformers": ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
 }
-"""Released libraries with a callback, each with what starts its script on two ranks."""
+"""Released libraries with a callback, each with the command that starts its script on two ranks."""
 
 
 class GateError(Exception):
@@ -92,7 +92,7 @@ Stage = Callable[[], str]
 
 
 def stages() -> dict[str, Stage]:
-    """Return every stage by its name."""
+    """Return every stage by name."""
     return {
         **{name: partial(hold, claim) for name, claim in CLAIMS.items()},
         **{name: partial(release, name, workload) for name, workload in RELEASED.items()},
@@ -102,13 +102,13 @@ def stages() -> dict[str, Stage]:
 
 
 def hold(claim: Claim) -> str:
-    """Train the cells of a claim; every backend of it must have trained ones."""
+    """Train a claim's cells; each of its backends must have trained ones."""
     counts, _ = conformance(claim)
     return ", ".join(f"{backend} {count}" for backend, count in counts.items())
 
 
 def release(name: str, workload: str) -> str:
-    """Smoke-test a released library, then meet an entry of its expected failures."""
+    """Smoke-test a released library, then check that one of its expected failures occurs."""
     try:
         subject = in_own_environment(name)
     except subprocess.CalledProcessError as error:
@@ -123,7 +123,7 @@ def release(name: str, workload: str) -> str:
 
 
 def callback(name: str, python: str) -> None:
-    """Train with Plumbline's callback of a library: a right training, and one that never zeroes its gradients."""
+    """Train with a library's callback: a right training, and one that never zeroes its gradients."""
     words = [python, *CALLBACKS[name], str(ROOT / "ci" / "callback_scripts" / f"with_{name}.py")]
     for more, headline in (([], "RIGHT: "), (["wrong"], "WRONG: gradients: previous step not zeroed")):
         ended = despite_aborts(partial(execute, [*words, *more], PYTHONPATH=str(ROOT / "harness")))
@@ -132,7 +132,7 @@ def callback(name: str, python: str) -> None:
 
 
 def conformance(claim: Claim) -> tuple[dict[str, int], int]:
-    """Run the conformance suite; return the trained cells of each backend, and the number of expected failures."""
+    """Run the conformance suite; return each backend's trained cells, and the number of expected failures."""
     with tempfile.TemporaryDirectory(prefix="plumbline-gate-") as reports:
         options = ["--gpus", str(claim.gpus), "--backends", ",".join(claim.backends), "--precisions", "32"]
         options += ["--workloads", ",".join(claim.workloads)] if claim.workloads else []
@@ -157,13 +157,13 @@ def check() -> str:
 
 
 def wheel() -> str:
-    """Install the built wheel beside a project whose packages have the names of ours."""
+    """Install the built wheel next to a project whose packages have the same names as ours."""
     output = run([sys.executable, "-m", "pytest", "tests/wheel/test_same_names.py", "-m", "", "-q", "-rx"])
     return output.splitlines()[-1]
 
 
 def run(command: Sequence[str], *, code: int = 0, **environment: str) -> str:
-    """Run a command in the checkout, with more variables in its environment, and show what it prints; return that.
+    """Run a command in the checkout, with more environment variables; print and return its output.
 
     Raises:
         GateError: it did not exit with ``code``.
@@ -176,14 +176,14 @@ def run(command: Sequence[str], *, code: int = 0, **environment: str) -> str:
 
 @dataclass(frozen=True)
 class Ended:
-    """A command that has ended: its exit status, and what it printed."""
+    """The exit status and the output of a command."""
 
     code: int
     output: str
 
 
 def execute(command: Sequence[str], **environment: str) -> Ended:
-    """Run a command as ``run`` does, whatever its exit status."""
+    """Run a command like ``run``, whatever its exit status."""
     lines = []
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -197,7 +197,7 @@ def execute(command: Sequence[str], **environment: str) -> Ended:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the stages that are asked for; print what became of each."""
+    """Run the selected stages, and print their results."""
     every = stages()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", choices=list(every), help="run only this stage (repeatable)")

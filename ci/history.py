@@ -1,4 +1,4 @@
-"""Old releases under test: does a release with a known mistake fail, and does a later one pass?
+"""Tests old releases: one with a known mistake must fail, and a later one must pass.
 
     python ci/history.py                                # every line of ci/history/pairs.csv
     python ci/history.py --only 2694 --only lightning   # lines with one of these words
@@ -6,7 +6,7 @@
 
 A line has a library, a wrong version and a right one, the issue, a subject, one cell, and the expected family and cause
 for the wrong version (any cause if the line has none). The right version must show only what ``suites/expectations``
-knows of it. Both versions run the same subject on simulated devices, each in its own environment, which is created
+lists. Both versions run the same subject on simulated devices, each in its own environment, which is created
 once. Prints the table and writes it to ``--report``. Exits with 1 if anything is not as expected. Run it every night,
 not for every change.
 """
@@ -44,11 +44,11 @@ EXPECTATIONS = Path(__file__).resolve().parent.parent / "suites" / FOLDER
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "plumbline" / "history"
 
 COMPANIONS = {
-    "pytorch-lightning": ["setuptools<81"],  # with pkg_resources, which declares its namespace up to 2.1
+    "pytorch-lightning": ["setuptools<81"],  # the last with pkg_resources, which lightning needs up to 2.1
     "lightning": ["setuptools<81"],
     "transformers": ["accelerate"],
 }
-"""What a library needs beside it in order to train, and does not ask for by itself."""
+"""Packages that a library needs to train, but does not require."""
 
 COLUMNS = ("library", "version", "issue", "cell", "expected", "outcome", "family", "cause", "as expected", "message")
 LONGEST_MESSAGE = 240
@@ -56,7 +56,7 @@ LONGEST_MESSAGE = 240
 
 @dataclass(frozen=True)
 class Pair:
-    """A line of the table: two versions of ``library``, one cell, and what the ``bad`` one must be told."""
+    """A line of the table: two versions of ``library``, one cell, and the finding expected for ``bad``."""
 
     library: str
     bad: str
@@ -68,14 +68,14 @@ class Pair:
     cause: str
 
     def convicts(self, finding: Finding) -> bool:
-        """Whether a finding is what this mistake must be told."""
+        """Whether a finding names this mistake."""
         named = finding.cause == self.cause if self.cause else finding.cause not in (None, UNEXPLAINED)
         return finding.outcome is Outcome.FAILED and finding.family == self.family and named
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one version of a pair; ``told`` is the finding that says most, None if there was nothing bad."""
+    """The result of one version of a pair; ``told`` is the main finding, or None if nothing was bad."""
 
     pair: Pair
     version: str
@@ -85,7 +85,7 @@ class Verdict:
 
     @classmethod
     def of(cls, pair: Pair, version: str, findings: Sequence[Finding]) -> Verdict:
-        """Hold the findings against what is expected of this version."""
+        """Compare the findings with what is expected of this version."""
         convicting = next(filter(pair.convicts, findings), None)
         told = convicting or diagnosis(findings)
         as_expected = convicting is not None if version == pair.bad else told is None
@@ -103,7 +103,7 @@ class Verdict:
 
 
 def main() -> int:
-    """Examine both versions of each pair, and tell."""
+    """Examine both versions of each pair, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", help="examine only lines with this word (repeatable)")
     parser.add_argument("--library", help="examine only this library")
@@ -132,11 +132,11 @@ def main() -> int:
 
 
 def chosen(pairs: Iterable[Pair], arguments: argparse.Namespace) -> list[Pair]:
-    """Return the pairs that the command line asks for, changed as it says."""
+    """Return the selected pairs, changed as the command line says."""
     told = {name: getattr(arguments, name) for name in ("bad", "good", "subject", "cell", "family", "cause")}
     changes = {name: value for name, value in told.items() if value is not None}
     if changes.keys() & {"cell", "family"}:
-        changes = {"cause": "", **changes}  # the line's own cause is another mistake's
+        changes = {"cause": "", **changes}  # the line's cause belongs to another mistake
     lines = [
         pair
         for pair in pairs
@@ -147,7 +147,7 @@ def chosen(pairs: Iterable[Pair], arguments: argparse.Namespace) -> list[Pair]:
 
 
 def verdict(pair: Pair, version: str, arguments: argparse.Namespace) -> Verdict:
-    """Train one version of a pair and judge it; what cannot be installed or imported is errored."""
+    """Train one version of a pair and judge it; a version that cannot be installed or imported is errored."""
     try:
         python = installed(arguments.envs, pair.library, version, arguments.torch, arguments.companions)
         findings = examined(pair, python, arguments.time_limit, excused=version == pair.good)
@@ -160,7 +160,7 @@ def verdict(pair: Pair, version: str, arguments: argparse.Namespace) -> Verdict:
 
 
 def examined(pair: Pair, python: Path, time_limit: float, *, excused: bool) -> Sequence[Finding]:
-    """Return the findings of a pair's cell, trained by ``python``; if ``excused`` without those that were expected."""
+    """Return the findings of a pair's cell, trained by ``python``; with ``excused``, without expected ones."""
     workload, backend, topology, precision = pair.cell.rsplit("-", 3)
     devices = Topology.parse(topology)
     pool = Pool(str(HERE / pair.subject) if ".py" in pair.subject else pair.subject, str(python))
@@ -174,7 +174,7 @@ def examined(pair: Pair, python: Path, time_limit: float, *, excused: bool) -> S
 
 
 def unknown(cell: Cell, findings: Sequence[Finding], software: Software) -> list[Finding]:
-    """Return the findings without the bad ones that everybody knows of this version."""
+    """Return the findings without known bad ones of this version."""
     known = known_of_subject(cell.subject, software, read_expectations(EXPECTATIONS))
     said = expected(cell, findings, known)
     return [finding for finding, one in zip(findings, said, strict=True) if one is None or not finding.outcome.is_bad]
@@ -183,10 +183,10 @@ def unknown(cell: Cell, findings: Sequence[Finding], software: Software) -> list
 def installed(envs: Path, library: str, version: str, torch_version: str, companions: Sequence[str]) -> Path:
     """Return an interpreter that has a version of a library, and of torch.
 
-    torch, a gigabyte, is installed once: the environments of the libraries see what lies in that of torch.
+    torch, a gigabyte, is installed once: the libraries' environments see the packages in its environment.
 
     Raises:
-        subprocess.CalledProcessError: pip finds no way.
+        subprocess.CalledProcessError: pip cannot install them.
     """
     pinned = f"torch=={torch_version}"
     below = environment(envs / f"torch-{torch_version}", [pinned, "numpy"])
@@ -195,7 +195,7 @@ def installed(envs: Path, library: str, version: str, torch_version: str, compan
 
 
 def environment(folder: Path, requirements: Sequence[str], below: Path | None = None) -> Path:
-    """Return the interpreter of an environment with these requirements; it is made where it is not whole."""
+    """Return the interpreter of an environment with these requirements; create it unless it is complete."""
     python, whole = folder / "bin" / "python", folder / "requirements.txt"
     wanted = "\n".join([*requirements, ""])
     if not whole.is_file() or whole.read_text() != wanted:
@@ -204,7 +204,7 @@ def environment(folder: Path, requirements: Sequence[str], below: Path | None = 
         if below is not None:
             (_packages(python) / "below.pth").write_text(f"{_packages(below)}\n")
         _run(python, "-m", "pip", "install", "--quiet", *requirements)
-        whole.write_text(wanted)  # last, so that what was interrupted is not taken for whole
+        whole.write_text(wanted)  # last, so that an interrupted installation does not count as complete
     return python
 
 

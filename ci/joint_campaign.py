@@ -1,9 +1,9 @@
-"""Draws random trainings whose ranks compute one forward together, some with a known mistake, and checks them.
+"""Checks random trainings whose ranks compute one forward together; some have a known mistake.
 
     .venv/bin/python ci/joint_campaign.py --minutes 20 --seed 1 --json campaign.json
 
-It prints each right training that is accused and each mistake that is not, and a table by kind of parallelism.
-The exit code is 1 if a right training was accused, if a wrong one was called right, or if fewer of the caught mistakes
+Prints each right training that is accused and each mistake that is not, and a table by kind of parallelism.
+Exits with 1 if a right training was accused, if a wrong one was called right, or if fewer of the caught mistakes
 were named than ``--least-named`` says.
 ``--mistakes 0.25`` draws three right trainings for each wrong one. ``--only KIND`` and ``--number N`` run a part again.
 """
@@ -80,12 +80,12 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "hsdp": ("gradients-not-zeroed",),
     "fsdp-tensor": ("gradients-not-zeroed",),
 }  # fmt: skip
-"""The mistakes that are made in each kind of parallelism."""
+"""The mistakes for each kind of parallelism."""
 
 EXCHANGES = frozenset(
     {"backward-wrong", "exchanged-otherwise", "some-tensors-scaled", "some-parameters-not-synchronised"}
 )
-"""Causes that name what is wrong about an exchange."""
+"""Causes that name a wrong exchange."""
 
 EXPECTED: dict[str, frozenset[str]] = {
     "gradients-not-zeroed": frozenset({"previous-step-not-zeroed", "gradients-not-zeroed"}),
@@ -97,11 +97,11 @@ EXPECTED: dict[str, frozenset[str]] = {
     "experts-not-divided": frozenset({"some-tensors-summed", "some-tensors-scaled"}),
     "input-gradient-not-reduced": EXCHANGES | {"parts-of-a-sum"},
 }  # fmt: skip
-"""Causes that name a mistake rightly."""
+"""The right causes for each mistake."""
 
 
 def draw(number: int, seed: int, only: str | None, mistakes: float = 0.5) -> Spec:
-    """Return the training with this number; ``mistakes`` is the probability that it has one."""
+    """Return training ``number``; ``mistakes`` is the probability of a mistake."""
     chance = random.Random(f"{seed} {number}")
     kind = only or chance.choice(sorted(MISTAKES))
     ranks = 4 if kind in ("hsdp", "fsdp-tensor") else chance.choice((2, 2, 2, 4))
@@ -116,7 +116,7 @@ def draw(number: int, seed: int, only: str | None, mistakes: float = 0.5) -> Spe
 
 
 def exchange(forth: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return an autograd function of a collective and that of its gradient."""
+    """Return an autograd function with one collective in the forward and another in the backward."""
 
     class Collective(torch.autograd.Function):
         @staticmethod
@@ -156,7 +156,7 @@ def scattered(values: Tensor) -> Tensor:
 
 
 def turned(values: Tensor) -> Tensor:
-    """Exchange equal parts of the first dimension with all ranks."""
+    """Exchange equal parts of the first dimension with all ranks (all-to-all)."""
     values = values.contiguous()
     received = torch.empty_like(values)
     dist.all_to_all_single(received, values)
@@ -177,7 +177,7 @@ def shifted(values: Tensor, by: int) -> Tensor:
 
 
 class Block(nn.Module):
-    """A layer of one kind of parallelism; ``parts`` are the parameters of which each rank holds its own."""
+    """A layer of one kind of parallelism; ``parts`` are the parameters that differ between ranks."""
 
     def __init__(self: Any, spec: Spec) -> None:
         super().__init__()
@@ -249,7 +249,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks of one kind of parallelism, between layers that every rank holds."""
+    """Blocks of one kind of parallelism, between replicated layers."""
 
     def __init__(self: Any, spec: Spec, end: int = END, *, first: bool = True) -> None:
         super().__init__()
@@ -284,7 +284,7 @@ class Model(nn.Module):
 
 
 def train(spec: Spec) -> None:
-    """Train on the ranks of the present process group."""
+    """Train on the ranks of the current process group."""
     torch.manual_seed(spec.number)
     if spec.kind.startswith("pipeline"):
         parameters, step = (by_hand if spec.kind == "pipeline-by-hand" else scheduled)(spec)
@@ -342,7 +342,7 @@ def forth_and_back(spec: Spec, model: nn.Module, rows: Tensor, targets: Tensor) 
 
 
 def reduce(spec: Spec, model: Model) -> None:
-    """Average the gradients of copies; those of parts have come from the losses of all ranks."""
+    """Average the gradients of replicated parameters; those of parts already come from all ranks' losses."""
     world, parts = dist.get_world_size(), set(map(id, model.parts))
     for number, one in enumerate(model.parameters()):
         if one.grad is None:
@@ -358,7 +358,7 @@ def reduce(spec: Spec, model: Model) -> None:
 
 
 def clip(spec: Spec, parameters: list[nn.Parameter], parts: list[nn.Parameter]) -> None:
-    """Shorten the gradients by the norm of the whole model, in which each part counts once."""
+    """Clip by the norm of the whole model, in which each part counts once."""
     own = set(map(id, parts))
     squares = torch.zeros(())
     copies = torch.zeros(())
@@ -428,7 +428,7 @@ def scheduled(spec: Spec) -> tuple[list[nn.Parameter], Callable[[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a training."""
+    """The result of a training."""
 
     spec: Spec
     answer: str
@@ -491,7 +491,7 @@ def main(arguments: list[str]) -> int:
     torch.set_num_threads(1)
     results: list[Result] = []
     end, number = time.monotonic() + 60 * chosen.minutes, chosen.number or 0
-    # Whoever interrupts it gets the table of what has been checked.
+    # After Ctrl-C, print the table of what was checked.
     with suppress(KeyboardInterrupt):
         while time.monotonic() < end and (chosen.number is None or not results):
             result = checked(draw(number, chosen.seed, chosen.only, chosen.mistakes))

@@ -1,14 +1,14 @@
-"""The judge's own hunt: random right trainers must not be accused, random mistakes in them must be caught.
+"""The judge's hunt: random right trainers must not be accused, and random mistakes in them must be caught.
 
     python ci/judge_hunt.py --right 2000 --mutated 1000 --seed 1 --minutes 10   # run again to continue
     python ci/judge_hunt.py --seed 1 --only 17                     # one draw, as recorded, with all of its findings
     python ci/judge_hunt.py --report reports/judge-hunt                         # the counts of all seeds
     python ci/judge_hunt.py --report reports/judge-hunt --page reports/judge-hunt.md
 
-Each draw is a way to write a training loop, a problem, and a cell of up to three ranks. Real ranks train it, and it is
-judged; then the same with one mistake. The effect of a mistake is measured against the right training: mistakes that
-change no bit, or no more than other right trainers of the problem differ, are not scored. Exits with 1 if a right
-trainer was accused.
+Each draw is a way to write a training loop, a problem, and a cell of up to three ranks. Real ranks train it, and the
+judge examines it; then the same with one mistake. The effect of a mistake is measured against the right training.
+Mistakes that change no bit, or no more than the differences between other right trainers, are not scored. Exits with 1
+if a right trainer was accused.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ OTHERS = (
     {"reduction": "tree", "implementation": "for-loop", "divided": "loss"},
     {"reduction": "flat", "implementation": "fused", "divided": "after"},
 )
-"""Other right ways to train the same problem with the same samples: how far they are apart is rounding."""
+"""Other right ways to train the same problem on the same samples; their differences are rounding."""
 
 
 def main() -> int:
@@ -103,9 +103,9 @@ def main() -> int:
 def drawn(seed: int, number: int) -> tuple[Draw, Mutation]:
     """Return a seed's draw of this number.
 
-    Hypothesis begins with the simplest draws, and then varies those it has made: the last of several that have a seed
-    of their own is like no other's. It also tries numbers that it finds in source code, so that a draw is the same only
-    while the code is: what was tried is drawn again from its record.
+    Hypothesis starts with the simplest draws and then varies them, so the last of several draws with their own seed is
+    unique. It also tries numbers from the source code, so a draw changes with the code: what was tried is drawn again
+    from its record.
     """
     found: list[tuple[Draw, Mutation]] = []
 
@@ -124,7 +124,7 @@ def drawn(seed: int, number: int) -> tuple[Draw, Mutation]:
 
 @dataclass(frozen=True)
 class Judged:
-    """A training: what was recorded, and what the judge says."""
+    """A training: its record, and the judge's findings."""
 
     findings: tuple[Finding, ...]
     trace: Trace | None
@@ -132,22 +132,22 @@ class Judged:
 
     @property
     def bad(self) -> Finding | None:
-        """The finding that is read first, None where nothing is bad."""
+        """The first bad finding, or None."""
         return diagnosis(self.findings)
 
     @property
     def failed(self) -> bool:
-        """Whether a check found something wrong."""
+        """Whether a check failed."""
         return any(one.outcome.is_bad and one.outcome is not Outcome.ERRORED for one in self.findings)
 
     @property
     def is_vacuous(self) -> bool:
-        """Whether a check says that the problem shows nothing."""
+        """Whether a check found that the problem shows nothing."""
         return any(one.outcome is Outcome.ERRORED and one.message.startswith("vacuous") for one in self.findings)
 
 
 class Hunt:
-    """Trains and judges draws on one warm pool. Used with ``with``."""
+    """Trains and judges draws on one warm pool. Use with ``with``."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -165,7 +165,7 @@ class Hunt:
     def pair(
         self, seed: int, number: int, draw: Draw, mutation: Mutation | None, verbose: bool = False
     ) -> Iterator[Tried]:
-        """Yield what became of a right trainer, and of the same with a mutation."""
+        """Yield the results of a right trainer and of the same with a mutation."""
         here = Tried(seed, number, asdict(draw.trainer), asdict(draw.recipe), draw.cell.id)
         try:
             right = self.judged(draw, None)
@@ -190,7 +190,7 @@ class Hunt:
         yield replace(tried, mutation=asdict(mutation), difference=difference, vacuous=vacuous, named=named_or_nameless)
 
     def rounding(self, draw: Draw, right: Judged) -> float:
-        """Return how far other right trainers of the problem are from this one, at most."""
+        """Return the largest difference between this right trainer and others of the problem."""
         found = 0.0
         for changes in OTHERS:
             if draw.cell.topology.devices == 1:
@@ -205,7 +205,7 @@ class Hunt:
         """Train a draw and judge it.
 
         Raises:
-            WorkloadError: nothing can be judged by the problem.
+            WorkloadError: the problem is not suitable for judging.
         """
         begun = time.monotonic()
         values = {"trainer": asdict(draw.trainer), "mutation": mutation and asdict(mutation)}

@@ -1,4 +1,4 @@
-"""The same cells on several launchers: are the verdicts equal, how long do they take, what if a node is lost?
+"""Compares launchers on the same cells: verdicts must be equal. Also measures times, and takes nodes away.
 
     python ci/launchers.py                             # verdicts and times, two nodes of two devices
     python ci/launchers.py --only ray --lose 20        # a node of Ray is killed twenty times in the middle of a cell
@@ -6,11 +6,11 @@
     python ci/launchers.py --suite                     # the smoke and all `ddp` cells of the suite, by each launcher
 
 Every node is this machine: torchrun does this by itself, hosts uses a command that leads back here, Ray one raylet per
-node, and SLURM one slurmd per node, in an allocation that all launchers then use. Launchers take turns, so they meet
-the same machine. Times are medians over the rounds, and ratios are relative to `local` in the same run. A node is lost
-when its raylet is killed, or for other launchers its server. The cell must then end with an error that names the node,
-the next pool must pass the same cell, and nothing may be left behind. Exits with 1 if anything is wrong, and with 3 if
-SLURM is selected but not available. Linux only.
+node, and SLURM one slurmd per node, in an allocation that all launchers then use. Launchers take turns, so other work
+on the machine affects all of them. Times are medians over the rounds, and ratios are relative to `local` in the same
+run. A node is lost when its raylet is killed, or for other launchers its server. The cell must then end with an error
+that names the node, the next pool must pass the same cell, and nothing may be left behind. Exits with 1 if anything is
+wrong, and with 3 if SLURM is selected but not available. Linux only.
 """
 
 from __future__ import annotations
@@ -59,18 +59,18 @@ FOLDER = "PLUMBLINE_FAULTS_FOLDER"
 SLURM_CLUSTER = Path(__file__).with_name("slurm_cluster.sh")
 LIMIT = Settings(600.0)
 REFERENCE = (("mlp", "ddp"), ("mlp", "ddp2"), ("contrastive", "ddp2"))
-"""The reference's cells that are compared: workload and backend."""
+"""The compared cells of the reference trainer: workload and backend."""
 SUITE = (("-m", "smoke"), ("--backends", "ddp"))
-"""What ``--suite`` selects of the conformance suite, one run each."""
+"""Selections of the conformance suite for ``--suite``, one run each."""
 NOTHING_SELECTED = 5
-"""The exit code of pytest where no cell was selected."""
+"""The exit code of pytest if no cell was selected."""
 
 Verdict = dict[str, tuple[str, str | None]]
-"""Outcome and cause of each check."""
+"""The outcome and the cause of each check."""
 
 
 class Comparison:
-    """The launchers by name, for as many nodes and devices as ``topology`` has; all use the folder ``temporary``."""
+    """The launchers by name, for the nodes and devices of ``topology``; all use the folder ``temporary``."""
 
     def __init__(self, names: Sequence[str], topology: Topology, temporary: Path, cluster: RayCluster | None) -> None:
         self._topology = topology
@@ -91,7 +91,7 @@ class Comparison:
         return {one.check: (one.outcome.value, one.cause) for one in found}, seconds
 
     def compare(self, rounds: int) -> bool:
-        """Print verdicts and times side by side; return whether all verdicts are the same."""
+        """Print verdicts and times side by side; return whether all verdicts are equal."""
         warm: dict[str, float] = {}
         seconds: dict[tuple[str, tuple[str, str]], list[float]] = {}
         verdicts: dict[tuple[str, tuple[str, str]], list[Verdict]] = {}
@@ -106,7 +106,7 @@ class Comparison:
                 for key in ((name, one) for one in REFERENCE for name in pools):
                     verdict, took = self.verdict(pools[key[0]], *key[1])
                     verdicts.setdefault(key, []).append(verdict)
-                    if turn:  # the first cell of a pool warms it
+                    if turn:  # a pool's first cell warms it up
                         seconds.setdefault(key, []).append(took)
         print("| launcher | warm after, s |", *(f"{w} {b}, s (ratio) |" for w, b in REFERENCE))
         print("|---|--:|" + "--:|" * len(REFERENCE))
@@ -123,7 +123,7 @@ class Comparison:
         return same
 
     def run_suite(self) -> bool:
-        """Run the cells of ``SUITE`` by each launcher as a user does; return whether all verdicts are the same."""
+        """Run the cells of ``SUITE`` with each launcher as a user does; return whether all verdicts are equal."""
         first = next(iter(self.launchers))
         same = True
         print("| cells | launcher | cells | passed | wall time, s | verdicts that differ from", first, "|")
@@ -150,7 +150,7 @@ class Comparison:
         return same
 
     def _suite_verdicts(self, name: str, words: Sequence[str]) -> dict[tuple[object, str], tuple[str, str | None]]:
-        """Run cells of the suite by a launcher; return outcome and cause by cell and check."""
+        """Run cells of the suite with a launcher; return outcome and cause by cell and check."""
         own = {"hosts": ("--node-command", NODE_COMMAND, "--listen", HERE)}
         command = [str(Path(sys.executable).with_name("plumbline")), "run", "conformance", "--subject", "reference"]
         command += ["--nodes", str(self._topology.num_nodes), "--gpus", str(self._topology.gpus)]
@@ -165,7 +165,7 @@ class Comparison:
         return {(one.coordinates, one.check): (one.outcome.value, one.cause) for one in run.results}
 
     def lose_nodes(self, name: str, times: int) -> bool:
-        """Take a node away in the middle of a cell, so often; return whether each time all was as it must be."""
+        """Repeatedly take a node away in the middle of a cell; return whether the result was right each time."""
         wrong = []
         for number in range(times):
             before = self._present()
@@ -181,7 +181,7 @@ class Comparison:
         return not wrong
 
     def _lose_one(self, name: str) -> list[str]:
-        """Lose the last node; return what was not as it must be."""
+        """Lose the last node; return what went wrong."""
         launcher, folder = self.launchers[name], Path(os.environ[FOLDER])
         lost = self._topology.num_nodes - 1
         cell = Cell("waits", "mlp", "ddp", self._topology, "32", "cpu")
@@ -192,7 +192,7 @@ class Comparison:
             _until(lambda: all(rank.exists() for rank in ranks))
             host = pool.hosts[lost] if isinstance(pool, RemotePool) else ""
             if name == "ray" and self._cluster:
-                host = f"node{lost}"  # whichever ranks Ray put there
+                host = f"node{lost}"  # whichever ranks Ray placed there
                 self._cluster.kill(lost)
             else:
                 os.kill(int(ranks[-1].read_text()), signal.SIGKILL)
@@ -220,7 +220,7 @@ class Comparison:
         return Present.now(self._temporary)
 
     def _left(self, before: Present) -> str:
-        """Return what is here and was not ``before``, once everything had time to go; "" if nothing is."""
+        """Return what exists now but not ``before``, after everything had time to disappear; "" if nothing."""
         deadline = time.monotonic() + SETTLING
         while True:
             now = self._present()
@@ -237,7 +237,7 @@ class Comparison:
 
 
 def _runs(pid: int) -> bool:
-    """Return whether a process is there and has not ended."""
+    """Return whether a process exists and has not ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -254,7 +254,7 @@ def _until(holds: Callable[[], bool]) -> None:
 
 @contextmanager
 def _cluster_of(options: argparse.Namespace) -> Iterator[RayCluster | None]:
-    """Start a Ray cluster where Ray takes part, and lead this process into it."""
+    """Start a Ray cluster if Ray is selected, and connect this process to it."""
     if "ray" not in options.only:
         yield None
         return
@@ -264,10 +264,10 @@ def _cluster_of(options: argparse.Namespace) -> Iterator[RayCluster | None]:
 
 
 def _in_allocation(nodes: int, ranks: int) -> int:
-    """Run this command again in an allocation of a SLURM cluster of its own; return its exit code."""
+    """Run this command again in an allocation of its own SLURM cluster; return its exit code."""
     made = subprocess.run([SLURM_CLUSTER, "up", "", str(nodes)], stdout=subprocess.PIPE, text=True, check=False)
     if made.returncode:
-        return made.returncode  # 3 where SLURM cannot be had
+        return made.returncode  # 3 if SLURM is not available
     variables = dict(re.findall(r"(\w+)=(\S+)", made.stdout))
     try:
         again = (f"--nodes={nodes}", f"--ntasks-per-node={ranks}", sys.executable, *sys.argv)
@@ -288,7 +288,7 @@ def main() -> int:
     options = parser.parse_args()
     if "slurm" in options.only and "SLURM_JOB_ID" not in os.environ:
         return _in_allocation(options.nodes, options.gpus)
-    adopt()  # who loses its parent is ours to find
+    adopt()  # become the parent of orphans
     torch.set_num_threads(1)
     os.environ[MARK] = secrets.token_hex(8)
     good = True
@@ -307,7 +307,7 @@ def main() -> int:
             for name in options.only if options.lose else ():
                 good &= comparison.lose_nodes(name, options.lose)
         left = {pid for pid in Present.now(temporary).processes - before.processes if _runs(pid)}
-        print(f"In all: {'as it must be' if good else 'NOT as it must be'}; {len(left)} processes are left")
+        print(f"In all: {'as expected' if good else 'NOT as expected'}; {len(left)} processes are left")
         end_all()
     return 0 if good and not left else 1
 

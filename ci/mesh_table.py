@@ -1,4 +1,4 @@
-"""Which trainers are right on which meshes: one table of their cells on simulated devices, in reports/meshes.md.
+"""Makes a table of which trainers are right on which meshes, from cells on simulated devices, in reports/meshes.md.
 
     python ci/mesh_table.py                                        # all of SUBJECTS, one after another in one run
     python ci/mesh_table.py --subject torch --subject deepspeed    # only these
@@ -38,7 +38,7 @@ REPORT = ROOT / "reports" / "meshes.md"
 RUNS = ROOT / "reports" / "meshes"
 DETECTION = ROOT / "reports" / "detection.md"
 MARGINS = "where ranks hold parts of a model or of a sequence:"
-"""What stands before the margins of meshes in the page of the detection suite."""
+"""The line before the margins of meshes on the detection suite's page."""
 
 SUBJECTS = {
     "reference": None,
@@ -50,7 +50,7 @@ SUBJECTS = {
     "ray": "2.60.0",
     "composer": "0.32.1",
 }
-"""The subjects of the table; of those that have an environment of their own, the release."""
+"""The subjects of the table, with the release of those that have their own environment."""
 
 WORKLOADS = {
     "mlp": "any difference is a mistake",
@@ -62,14 +62,14 @@ WORKLOADS = {
     "checkpoint-elastic": "saved on one mesh, resumed on another",
     "checkpoint-experts": "the same with experts",
 }
-"""The workloads of the table, and why each of them."""
+"""The workloads of the table, and the reason for each."""
 
 PRECISIONS = ("32", "bf16")
 DEVICES = 4
 
 
 def main() -> int:
-    """Run the subjects on all meshes, or read a run of them, and write the page."""
+    """Run the subjects on all meshes, or read their runs, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--subject", action="append", choices=list(SUBJECTS), help="run only this one (repeatable)")
     parser.add_argument("--backends", metavar="A,B", help="only these meshes (default: those where ranks hold parts)")
@@ -87,7 +87,7 @@ def main() -> int:
 
 
 def new_runs(subjects: Iterable[str], backends: str | None) -> Iterable[Path]:
-    """Run the subjects on meshes of ``DEVICES``, and on those that need more devices; yield each run's folder."""
+    """Run the subjects on the meshes of ``DEVICES``, and on those that need more devices; yield the runs' folders."""
     locators = [f"--subject={locator(name)}" for name in subjects]
     if backends is None:
         meshes = [one for one in BACKENDS.values() if any(each.splits != {Held.SAMPLES} for each in one.dimensions)]
@@ -97,7 +97,7 @@ def new_runs(subjects: Iterable[str], backends: str | None) -> Iterable[Path]:
     for devices, asked in ((DEVICES, [one for one in meshes if one not in larger]), (2 * DEVICES, larger)):
         if asked:
             selection = {
-                "nodes": "1",  # simulated nodes differ from one in what ranks are told alone
+                "nodes": "1",  # simulated nodes differ from a single one only in the ranks' environment
                 "gpus": str(devices),
                 "backends": ",".join(one.name for one in asked),
                 "workloads": ",".join(WORKLOADS),
@@ -107,13 +107,13 @@ def new_runs(subjects: Iterable[str], backends: str | None) -> Iterable[Path]:
             options.append(f"--report-dir={RUNS.relative_to(ROOT)}")
             command = [sys.executable, "-m", "pytest", "suites/conformance", "-q", *options, *locators]
             code = subprocess.run(command, cwd=ROOT, check=False).returncode
-            if code not in (0, 1):  # 1: something failed, which is in its results
+            if code not in (0, 1):  # 1: something failed; its results say what
                 raise SystemExit(f"pytest ended with {code}: no table is written")
             yield (RUNS / "latest").resolve()
 
 
 def locator(name: str) -> str:
-    """Return what ``--subject`` takes for a subject, in its environment; this is made where it is missing."""
+    """Return the ``--subject`` argument for a subject in its environment, which is created if it is missing."""
     version = SUBJECTS[name]
     if version is None:
         return name
@@ -155,7 +155,7 @@ def page(runs: Sequence[Run], margins: str) -> str:
         "error that a right trainer may show:",
         margins,
     ]
-    # Where this checkout and the environments lie is no concern of a reader.
+    # Leave the paths of this checkout and of the environments out.
     return re.sub(
         r"python=[^ ;|`\"']*/", "python=PATH/", "\n\n".join(filter(None, blocks)).replace(f"{ROOT}/", "") + "\n"
     )
@@ -179,7 +179,7 @@ def support(cells: pd.DataFrame, runs: Sequence[Run]) -> str:
 
 
 def deviating(runs: Sequence[Run]) -> str:
-    """Return which workloads deviate on which meshes, and what of them does not compute what one device computes."""
+    """Return which workloads deviate on which meshes, and what they compute differently from one device."""
     found: dict[str, list[Result]] = {}
     for result in (result for run in runs for result in run.results):
         if result.outcome is Outcome.DEVIATES:
@@ -226,7 +226,7 @@ def right_errors(cells: pd.DataFrame) -> str:
 
 
 def margins(detection: str) -> str:
-    """Return the margins of meshes of the detection suite's page."""
+    """Return the margins of meshes from the detection suite's page."""
     _, found, after = detection.partition(MARGINS)
     if not found:
         raise SystemExit(f"the page of the detection suite has no line '{MARGINS}': run pytest suites/detection")
@@ -234,7 +234,7 @@ def margins(detection: str) -> str:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table in Markdown."""
+    """Return a Markdown table."""
     lines = [columns, ["---"] * len(columns), *([markdown(text) for text in row] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

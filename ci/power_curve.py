@@ -1,4 +1,4 @@
-"""The limit of detection, for each precision, number of ranks and size of model: a table and a picture.
+"""Measures the limit of detection by precision, number of ranks and model size: a table and a picture.
 
     python ci/power_curve.py                    # measures what limits.jsonl lacks
     python ci/power_curve.py --minutes 5        # stops in time; run again to continue
@@ -37,12 +37,12 @@ RESULTS = ROOT / "reports" / "detection-limit.jsonl"
 PAGE, PICTURE = ROOT / "reports" / "detection-limit.md", ROOT / "reports" / "images" / "detection-limit.svg"
 SIZES = Path(__file__).parent / "power_curve" / "sizes.py"
 CONFIGURATIONS = (("power-small", 2), ("power-medium", 1), ("power-medium", 2), ("power-medium", 4), ("power-large", 2))
-"""Sizes on two ranks, and numbers of ranks with the middle one."""
+"""All sizes on two ranks, and all numbers of ranks with the medium size."""
 
 PART = re.compile(r"(?<=<!-- measured -->\n).*?(?=<!-- end -->)", re.DOTALL)
 RUNS, TRAININGS = 100, 5
 LINES = (("#3b6fb6", ""), ("#3b6fb6", "6 4"), ("#b65f3b", ""), ("#b65f3b", "6 4"), ("#5b8f5b", "2 3"))
-"""The colour and the dashes of each kind: whatever all tensors have in common is a whole line."""
+"""The colour and the dashes of each kind; a solid line is for errors common to all tensors."""
 
 
 def main() -> int:
@@ -95,7 +95,7 @@ def _measure(until: float) -> None:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return a Markdown table, a line for each cell."""
+    """Return a Markdown table with a row per cell."""
     kinds = list(KINDS)
     lines = [
         f"{RUNS} runs over {TRAININGS} trainings in each line.",
@@ -113,7 +113,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def picture(rows: list[dict[str, Any]]) -> str:
-    """Return the limits over the number of parameters on two ranks, a line for each kind in each precision, as SVG."""
+    """Return an SVG of the limits over the number of parameters on two ranks, a line per kind and precision."""
     shown = [row for row in rows if row["ranks"] == 2]
     sizes = sorted({row["parameters"] for row in shown})
     precisions = [name for name in PRECISIONS if any(row["precision"] == name for row in shown)]

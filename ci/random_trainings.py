@@ -1,4 +1,4 @@
-"""Random trainings that are right: each setting is drawn from a seed, and every combination is what users may write."""
+"""Random right trainings: a seed draws each setting, and users may write every combination."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 @dataclass(frozen=True)
 class Settings:
-    """One training. ``world`` ranks; the other fields are named after what they choose."""
+    """One training on ``world`` ranks; the other fields are named after the choices."""
 
     world: int
     model: str
@@ -44,14 +44,14 @@ class Settings:
 
     @staticmethod
     def drawn(seed: int) -> Settings:
-        """Return the settings that belong to a seed."""
+        """Return the settings of a seed."""
         draw = random.Random(seed)
         world = draw.choice([1, 1, 2, 2, 3])
         precision = draw.choice(["32", "32", "32", "bf16", "16", "64"])
         models = ["mlp", "cnn", "transformer", "tied", "embedding"]
         return Settings(
             world=world,
-            # torch 2.13 has no LSTM for 16 bits on the cpu.
+            # torch 2.13 has no 16-bit LSTM on the CPU.
             model=draw.choice(models if precision in ("16", "bf16") else [*models, "lstm"]),
             reduction=draw.choice(["ddp", "ddp", "by hand", "summed"]) if world > 1 else "none",
             optimizer=draw.choice(
@@ -79,7 +79,7 @@ CLASSES = 7
 
 
 class Network(nn.Module):
-    """A classifier of one of several kinds: of vectors (48 numbers), or of sequences (12 tokens of 30)."""
+    """A classifier of vectors (48 numbers) or of sequences (12 tokens out of 30)."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Network(nn.Module):
             self.head.bias.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return scores (batch, classes) of ``x`` (batch, 48) or (batch, 12)."""
+        """Return scores (batch, classes) for ``x`` (batch, 48) or (batch, 12)."""
         if self.kind == "cnn":
             x = x.unsqueeze(1)
         elif hasattr(self, "embed"):
@@ -126,7 +126,7 @@ class Network(nn.Module):
 
 
 def train(settings: Settings, rank: int) -> None:
-    """Train one rank for some steps; its process group exists."""
+    """Train one rank for some steps; needs a process group."""
     torch.manual_seed(settings.seed)
     double = settings.precision == "64"
     model: nn.Module = Network(settings)
@@ -168,7 +168,7 @@ def train(settings: Settings, rank: int) -> None:
 
 
 def _waiting(settings: Settings, model: nn.Module, place: int) -> contextlib.AbstractContextManager[Any]:
-    """Return the context in which a micro-batch is not reduced yet."""
+    """Return the context in which a micro-batch is not reduced."""
     if settings.no_sync and place < settings.accumulate - 1 and isinstance(model, DistributedDataParallel):
         waiting: contextlib.AbstractContextManager[Any] = model.no_sync()
         return waiting

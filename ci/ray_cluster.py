@@ -1,4 +1,4 @@
-"""A small real Ray cluster on one machine: a raylet for each node, each with a name and devices of its own."""
+"""A small real Ray cluster on one machine: a raylet per node, each with its own name and devices."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ END_TIMEOUT_S = 30.0
 
 
 class RayCluster:
-    """``nodes`` raylets with ``cpus`` each, named node0, node1, …; node0 is the head. What it starts has ``variables``.
+    """``nodes`` raylets with ``cpus`` each, named node0, node1, …; node0 is the head. Its processes have ``variables``.
 
-    ``environment`` is what a process needs to be let in.
+    ``environment`` has the variables that a process needs to connect.
     """
 
     def __init__(self, nodes: int, cpus: int, variables: Mapping[str, str] | None = None) -> None:
         self._nodes = nodes
-        self._scratch = Scratch.new(NODE, "/tmp")  # it names sockets, whose paths must be short
+        self._scratch = Scratch.new(NODE, "/tmp")  # short, because socket paths are below it
         size = ["--num-cpus", str(cpus), "--num-gpus", "0", "--object-store-memory", str(80 << 20)]
-        size += ["--min-worker-port", "0", "--max-worker-port", "0"]  # any: the head's could be among the usual ones
-        quiet = ["--disable-usage-stats", "--log-color", "false"]  # what is read must have no colors
+        size += ["--min-worker-port", "0", "--max-worker-port", "0"]  # any port but the head's
+        quiet = ["--disable-usage-stats", "--log-color", "false"]  # the parsed output must not have colors
         self._start = [str(Path(sys.executable).with_name("ray")), "start", "--block", *quiet, *size]
         self._port = free_port()
         secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         self.environment = dict(secret)
-        # Ranks have the priority that other launchers give them; by itself Ray gives its workers a niceness of 15.
+        # Give ranks the same priority as other launchers do: Ray's default niceness for workers is 15.
         self._variables = {**os.environ, "RAY_worker_niceness": "0", **secret, **(variables or {})}
         self._running: dict[int, subprocess.Popen[bytes]] = {}
 
@@ -60,7 +60,7 @@ class RayCluster:
         self.close()
 
     def start(self, number: int) -> None:
-        """Start a node, or one that was killed again; return when Ray says that it runs."""
+        """Start a node, or restart a killed one; return when Ray reports that it runs."""
         if number == 0:
             place = ["--head", "--port", str(self._port), "--temp-dir", self._scratch.path]
             place += ["--include-dashboard", "false"]
@@ -75,7 +75,7 @@ class RayCluster:
                 stderr=subprocess.STDOUT,
                 env=self._variables,
                 start_new_session=True,
-                preexec_fn=partial(die_with, os.getpid(), signal.SIGTERM),  # `ray start` then ends its node
+                preexec_fn=partial(die_with, os.getpid(), signal.SIGTERM),  # then `ray start` stops its node
             )
         deadline = time.monotonic() + START_TIMEOUT_S
         while "Ray runtime started" not in (printed := log.read_text(errors="replace")):
@@ -88,22 +88,22 @@ class RayCluster:
             self.environment["RAY_ADDRESS"] = f"{host[1]}:{self._port}"
 
     def kill(self, number: int) -> None:
-        """Kill a node's raylet. `ray start` sees it and ends by itself."""
+        """Kill a node's raylet; `ray start` notices this and exits."""
         (raylet,) = (pid for pid in self._of(number) if _program(pid).endswith("/raylet/raylet"))
         os.kill(raylet, signal.SIGKILL)
 
     def bring_back(self, number: int) -> None:
-        """Start a killed node again."""
+        """Restart a killed node."""
         self._running.pop(number).wait(END_TIMEOUT_S)
         self.start(number)
 
     @property
     def processes(self) -> frozenset[int]:
-        """All processes of the cluster, its idle workers included; not those of actors."""
+        """All processes of the cluster, including idle workers but not actors."""
         return frozenset(pid for number in self._running for pid in self._of(number) if not is_actor(pid))
 
     def close(self) -> None:
-        """End all nodes, the head last, and remove the cluster's files."""
+        """Stop all nodes, the head last, and remove the cluster's files."""
         all_of_them = {pid for number in self._running for pid in self._of(number)}
         for number in sorted(self._running, reverse=True):
             node = self._running.pop(number)
@@ -121,12 +121,12 @@ class RayCluster:
 
 
 def is_actor(pid: int) -> bool:
-    """Return whether this process is, or was begun as, the actor of a node's server."""
+    """Return whether this process is, or was started as, the actor of a node's server."""
     return _program(pid).startswith("ray::NodeServer")
 
 
 def _program(pid: int) -> str:
-    """Return the program that a process runs, "" if it has ended."""
+    """Return a process's program, or "" if it has ended."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode(errors="replace")
     return ""

@@ -1,7 +1,7 @@
-"""Makes a release out of what is unreleased, and says what is in one.
+"""Makes a release of the unreleased changes, and prints the changes of a release.
 
     python ci/release.py cut              # 0.2.0.dev0 becomes 0.2.0, and [Unreleased] becomes [0.2.0] with today's date
-    python ci/release.py notes v0.2.0     # what CHANGELOG.md says about the tag, if the tag, the version and it agree
+    python ci/release.py notes v0.2.0     # the tag's changes, if tag, version and CHANGELOG.md agree
     python -m hatchling version minor,dev # after the release: 0.2.0 becomes 0.3.0.dev0
 
 The version is in CITATION.cff, where hatchling reads it. ``CONTRIBUTING.md`` has the steps of a release, and
@@ -23,11 +23,11 @@ UNRELEASED = "## [Unreleased]\n"
 
 
 class ReleaseError(Exception):
-    """A release cannot be made; the message says why."""
+    """The release cannot be made; the message says why."""
 
 
 def version(root: Path, *change: str) -> str:
-    """Return the version of a checkout; with ``change``, change it first, as ``release`` or ``minor,dev``."""
+    """Return a checkout's version; ``change`` (as ``release`` or ``minor,dev``) changes it first."""
     for words in [change, ()] if change else [()]:
         done = subprocess.run(
             [sys.executable, "-m", "hatchling", "version", *words], cwd=root, capture_output=True, text=True, check=True
@@ -36,13 +36,13 @@ def version(root: Path, *change: str) -> str:
 
 
 def section(changelog: str, name: str) -> str:
-    """Return what the changelog has under ``## [name]``; an empty text without such a section."""
+    """Return the changelog's text under ``## [name]``, or ""."""
     found = re.search(rf"^## \[{re.escape(name)}\][^\n]*\n(.*?)(?=^## \[|\Z)", changelog, re.DOTALL | re.MULTILINE)
     return found[1].strip() if found else ""
 
 
 def cut(root: Path, today: date) -> str:
-    """Take ``.dev0`` from the version, put what is unreleased under it, and return it."""
+    """Remove ``.dev0`` from the version, move the unreleased changes under it, and return it."""
     file = root / "CHANGELOG.md"
     changelog = file.read_text(encoding="utf-8")
     if not section(changelog, "Unreleased"):
@@ -68,7 +68,7 @@ def notes(root: Path, tag: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Make a release, or print what is in one."""
+    """Make a release, or print one's changes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("cut", help="change the version and CHANGELOG.md")

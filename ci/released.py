@@ -3,8 +3,8 @@
     python ci/released.py lightning                              # all of its cells
     python ci/released.py accelerate --gpus 4 --backends ddp     # further arguments are pytest's
 
-The environment is made where it is missing, as by ``plumbline subjects install``; ``ci/released-constraints.txt`` pins
-the library and all that it brings along. The exit code is pytest's.
+The environment is created if it is missing, as by ``plumbline subjects install``; ``ci/released-constraints.txt`` pins
+the library and its dependencies. The exit code is pytest's.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def pinned(name: str) -> str:
 
 
 def in_own_environment(name: str) -> str:
-    """Make the environment of a subject where it is missing; return what ``--subject`` takes.
+    """Create a subject's environment if it is missing; return the argument of ``--subject``.
 
     Raises:
-        CalledProcessError: it could not be made.
+        CalledProcessError: it could not be created.
     """
     requirement = f"{name}=={pinned(name)}"
     command = [sys.executable, "-m", "plumbline.cli.main", "subjects", "install", requirement]
-    # pip reads names from this variable, so a path with a space in it would be two: these are relative to the checkout.
+    # pip splits this variable at spaces, so the paths are relative to the checkout.
     environment = os.environ | {"PIP_CONSTRAINT": f"constraints.txt {PINS}"}
     subprocess.run(command, cwd=ROOT, env=environment, check=True, stdin=subprocess.DEVNULL)
     return f"{name};python={parse_requirement(requirement).python}"

@@ -1,4 +1,4 @@
-"""A trainer against itself, over and over: does a comparison ever see a difference that does not exist?
+"""Compares a trainer with itself repeatedly: no comparison may find a difference.
 
     python ci/same_as_itself.py                    # 20 comparisons in turns, into reports/same-as-itself.md
     python ci/same_as_itself.py --times 3 --subject reference --workloads perf-gpt
@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def compare(asked: argparse.Namespace) -> dict[str, Any]:
-    """Return one comparison, as its JSON."""
+    """Return one comparison as JSON."""
     with tempfile.TemporaryDirectory() as folder:
         options = ("workloads", "backends", "gpus", "launches")
         command = [
@@ -75,7 +75,7 @@ def compare(asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(asked: argparse.Namespace, rows: list[Counter[str]], unclear: Counter[str]) -> str:
-    """Return the report: how often each verdict fell, by comparison and in all."""
+    """Return the report: the number of each verdict, by comparison and in total."""
     names = list(dict.fromkeys(["same", *WRONG, "inconclusive", *(name for row in rows for name in row)]))
     total = sum(rows, Counter())
     clean = sum(not any(row[name] for name in WRONG) for row in rows)

@@ -1,4 +1,4 @@
-"""Writes the JSON schemas of Plumbline's outputs: `results.jsonl`, and what commands write or print as JSON.
+"""Writes the JSON schemas of Plumbline's outputs: `results.jsonl`, and the JSON of commands.
 
 python ci/schemas.py            # rewrites the files in harness/plumbline/
 python ci/schemas.py --check    # exits with 1 if one is out of date
@@ -29,7 +29,7 @@ SCHEMAS: dict[Path, Callable[[], dict[str, Any]]] = {
 
 
 def run(arguments: list[str] | None = None) -> int:
-    """Rewrite the schemas, or say which are out of date."""
+    """Rewrite the schemas, or print which are out of date."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a schema is out of date")
     check = parser.parse_args(arguments).check

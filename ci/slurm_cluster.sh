@@ -5,14 +5,14 @@
 #   ci/slurm_cluster.sh status [FOLDER]
 #   ci/slurm_cluster.sh down [FOLDER]                    # ends its jobs and daemons and removes the folder
 #
-# All that a cluster has lies in its FOLDER (a new one in the temporary folder, if none is named; for `status` and
-# `down` it may also stand in PLUMBLINE_CLUSTER). Ports are free ones, so several clusters can stand side by side.
-# As root it installs Debian's packages slurm-wlm and munge where they are missing: they are all that stays.
-# Exit codes: 0 done; 1 the cluster did not come up, or is not up (`status`); 3 SLURM cannot be had here; 4 usage.
+# All of a cluster's files are in its FOLDER (by default a new temporary folder; for `status` and `down`, the variable
+# PLUMBLINE_CLUSTER may also name it). It uses free ports, so several clusters can run at the same time. As root, it
+# installs Debian's packages slurm-wlm and munge if they are missing; only these remain after `down`.
+# Exit codes: 0 done; 1 the cluster did not come up, or is not up (`status`); 3 SLURM is not available here; 4 usage.
 set -euo pipefail
 export PATH="$PATH:/usr/sbin:/sbin"
 
-GPUS_PER_NODE=8 # devices that jobs may ask for; nothing stands behind them
+GPUS_PER_NODE=8 # devices that jobs may request; they are not real
 CPUS_PER_NODE=16
 PACKAGES=(slurm-wlm munge)
 PROGRAMS=(slurmctld slurmd srun sbatch scontrol munged)
@@ -63,12 +63,12 @@ install_packages() {
   command -v apt-get >/dev/null || die 3 "SLURM is not here (${missing[*]}), and this is no Debian to install it on"
   [ "$(id -u)" = 0 ] || die 3 "SLURM is not here (${missing[*]}): as root, apt-get install ${PACKAGES[*]}"
   local install=(apt-get install -y -qq --no-install-recommends "${PACKAGES[@]}")
-  # The packages' own daemons are not wanted: a policy says so while they are installed, unless there is one.
+  # Do not start the packages' own daemons: set a policy during the installation, unless there is one.
   local policy=/usr/sbin/policy-rc.d
   if [ ! -e "$policy" ]; then
     printf '#!/bin/sh\nexit 101\n' >"$policy"
     chmod +x "$policy"
-    # shellcheck disable=SC2064 # the name as it is now
+    # shellcheck disable=SC2064 # expanded now
     trap "rm -f '$policy'" EXIT
   fi
   export DEBIAN_FRONTEND=noninteractive
@@ -78,12 +78,12 @@ install_packages() {
 
 start() {
   local folder="$1" nodes="$2" node
-  chmod 755 "$folder" # the munge daemon wants a folder that nobody else writes to
+  chmod 755 "$folder" # the munge daemon requires a folder that others cannot write to
   mkdir -p "$folder"/{munge,state,spool,log,devices}
   configure "$folder" "$nodes"
   (umask 077 && head -c 1024 /dev/urandom >"$folder/munge/key")
   export SLURM_CONF="$folder/slurm.conf"
-  # --force: a folder below a temporary one that everybody writes to is all right here.
+  # --force: a folder below a world-writable temporary folder is fine here.
   munged --force --socket="$folder/munge/socket" --key-file="$folder/munge/key" --pid-file="$folder/munge/pid" \
     --log-file="$folder/log/munged.log" --seed-file="$folder/munge/seed" >"$folder/log/start.log" 2>&1 ||
     failed "$folder" munged
@@ -128,7 +128,7 @@ SlurmctldPidFile=$folder/slurmctld.pid
 SlurmdPidFile=$folder/%n.pid
 SlurmctldLogFile=$folder/log/slurmctld.log
 SlurmdLogFile=$folder/log/%n.log
-# One machine plays every node, whatever it has itself.
+# One machine simulates all nodes, whatever its own resources.
 SlurmdParameters=config_overrides
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
@@ -137,12 +137,12 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 GresTypes=gpu
 JobAcctGatherType=jobacct_gather/none
-# A node that is back is used again; and all that waits is looked at at once: tests wait for it.
+# Use a node again when it is back, and schedule waiting jobs at once, because tests wait for them.
 ReturnToService=2
 SchedulerType=sched/builtin
 SchedulerParameters=sched_interval=1,batch_sched_delay=1
 KillWait=5
-# A job in the partition "urgent" ends those in its way.
+# A job in the partition "urgent" preempts others.
 PreemptType=preempt/partition_prio
 PreemptMode=CANCEL
 CONF
@@ -153,7 +153,7 @@ CONF
     printf 'PartitionName=main Nodes=node[1-%d] Default=YES MaxTime=60 State=UP PriorityTier=1\n' "$nodes"
     printf 'PartitionName=urgent Nodes=node[1-%d] MaxTime=60 State=UP PriorityTier=2 PreemptMode=OFF\n' "$nodes"
   } >"$folder/slurm.conf"
-  # SLURM knows devices by their files, which must be devices. Jobs are told theirs in CUDA_VISIBLE_DEVICES.
+  # SLURM identifies devices by their files, which must be device files. Jobs get theirs in CUDA_VISIBLE_DEVICES.
   for node in $(seq 0 $((GPUS_PER_NODE - 1))); do ln -s /dev/null "$folder/devices/gpu$node"; done
   printf 'NodeName=node[1-%d] Name=gpu Flags=nvidia_gpu_env File=%s/devices/gpu[0-%d]\n' "$nodes" "$folder" $((GPUS_PER_NODE - 1)) \
     >"$folder/gres.conf"
@@ -185,7 +185,7 @@ down() {
     timeout 10 scancel --user="$(id -un)" --full || true
     while ((tries-- > 0)) && [ -n "$(timeout 5 squeue -h 2>/dev/null || true)" ]; do sleep 0.1; done
   fi
-  # Nothing of it is kept, so nobody needs to end in order: that takes each daemon seconds.
+  # Nothing is kept, so the daemons need not shut down cleanly, which would take seconds each.
   for file in "$folder"/node*.pid "$folder"/slurmctld.pid "$folder"/munge/pid; do
     [ -e "$file" ] && pids+=("$(cat "$file")")
   done
@@ -198,7 +198,7 @@ down() {
   rm -rf -- "$folder"
 }
 
-# What jobs left: their processes, and the step daemons above them, know the cluster by its configuration.
+# Leftovers of jobs: their processes, and the step daemons above them, have the cluster's configuration in common.
 of_jobs() {
   local place pid
   for place in /proc/[0-9]*; do

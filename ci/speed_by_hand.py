@@ -1,4 +1,4 @@
-"""Do the figures agree with a stopwatch? Measures the same cells with and without the harness, in turns.
+"""Measures the same cells with and without the harness, in turns: the figures must agree.
 
     python ci/speed_by_hand.py                     # the suite's own loop, three workloads, on one device and on two
     python ci/speed_by_hand.py --launches 10 --workloads perf-gpt
@@ -6,8 +6,8 @@
 By hand means: processes of torch.multiprocessing, a loop as in torch's tutorial, and one clock around all steps after
 the warm-up. Only the model, the data and the number of steps are the workload's. The subject is a plain loop too, the
 suite's yardstick; otherwise both measurements could be right and differ. Launches of the harness and by hand take
-turns, because the machine is shared and has slow minutes. A process that trains alone uses the same core for both,
-because cores may differ in speed. Float32, simulated devices. Exits with 1 if the ratio's interval (95 %, over
+turns, because other work slows the machine at times. A process that trains alone uses the same core for both, because
+cores may differ in speed. Float32, simulated devices. Exits with 1 if the ratio's interval (95 %, over
 launches) does not contain 1.
 """
 
@@ -71,7 +71,7 @@ def agrees(subject: str, cell: Cell, launches: int) -> bool:
 
 @contextmanager
 def on_cores(number: int) -> Iterator[None]:
-    """Let this process, and those that it starts meanwhile, have so many cores."""
+    """Pin this process, and those that it starts meanwhile, to ``number`` cores."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cores[:number])
     try:
@@ -98,7 +98,7 @@ def agrees_here(subject: str, cell: Cell, launches: int) -> bool:
 
 
 def by_harness(subject: str, cell: Cell) -> LaunchSample:
-    """Return one launch of a server of its own, as suites/performance has them, without a loop beside it."""
+    """Return one launch on a server of its own, like suites/performance, without a hand-written loop beside it."""
     with tempfile.TemporaryDirectory() as folder, closing(Pool(subject)) as pool:
         pool.wait_until_idle()
         own = Path(folder, "launch")
@@ -111,12 +111,12 @@ def by_harness(subject: str, cell: Cell) -> LaunchSample:
 
 
 def told(one: FigureInterval) -> str:
-    """Write a figure with its bounds."""
+    """Format a figure with its bounds."""
     return f"{one.value:,.4g} ({one.low:,.4g} … {one.high:,.4g})"
 
 
 def launch(workload: str, world: int) -> float:
-    """Return the samples a second of one launch: all that were trained on, over the slowest process's time."""
+    """Return one launch's samples per second: all training samples over the slowest process's time."""
     with tempfile.TemporaryDirectory() as folder:
         start_processes(train, (workload, world, folder), nprocs=world, start_method="fork")  # type: ignore[no-untyped-call]
         told = [tuple(map(float, file.read_text().split())) for file in Path(folder).glob("rank-*")]
@@ -124,13 +124,13 @@ def launch(workload: str, world: int) -> float:
 
 
 def train(rank: int, workload: str, world: int, folder: str) -> None:
-    """Train as one process, and leave samples and seconds."""
+    """Train as one process, and write down samples and seconds."""
     torch.set_num_threads(1)
-    allocator = ctypes.CDLL(None)  # glibc's, which is to keep what is freed, as that of a rank does
+    allocator = ctypes.CDLL(None)  # make glibc keep freed memory, as ranks do
     allocator.mallopt(-1, 2**31 - 1)
     allocator.mallopt(-3, 2**25)
     gc.collect()
-    gc.freeze()  # a walk through all that was imported, once in thousands of steps, is no part of a few dozen
+    gc.freeze()  # a full garbage collection, once in thousands of steps, would distort a few dozen steps
     problem = PERFORMANCE[workload]
     extent = problem.extent(world)
     model = bare = problem.model()

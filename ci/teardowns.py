@@ -1,4 +1,4 @@
-"""Launches trainers that destroy their process group, over and over, and counts hangs and what is left behind.
+"""Repeatedly launches trainers that destroy their process group, and counts hangs and leftovers.
 
     python ci/teardowns.py                                   # 300 launches each, of 2, 3 and 4 ranks
     python ci/teardowns.py --launches 20 --subject lightning
@@ -33,11 +33,11 @@ from plumbline.workloads import find
 
 SUBJECTS = Path(__file__).with_name("teardowns") / "subjects.py"
 LIMIT = 60.0
-"""Seconds for a launch. None takes a tenth of it, unless it hangs."""
+"""Seconds for a launch. A launch that does not hang takes less than a tenth of this."""
 
 
 def main() -> int:
-    """Launch what was chosen; return the exit code."""
+    """Launch the selection; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--launches", type=int, default=300, help="of each subject and number of ranks")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4])
@@ -62,9 +62,9 @@ def main() -> int:
 
 
 def _row(pool: Pool, name: str, ranks: int, launches: int, folder: Path) -> int:
-    """Print a row of the table; return how many launches were not right."""
+    """Print a row of the table; return the number of launches that were not right."""
     cell = Cell(name, "mlp", "ddp", Topology(1, ranks), "32", "cpu")
-    launch(pool, cell, folder / "launch", Settings(LIMIT))  # what a pool opens once is not left behind by a launch
+    launch(pool, cell, folder / "launch", Settings(LIMIT))  # a pool's own descriptors are not leftovers of a launch
     shutil.rmtree(folder / "launch")
     before, started = Present.now(folder), time.monotonic()
     right = hung = late = other = 0

@@ -1,7 +1,7 @@
-"""Commands that torch may end by a signal, or hang, when all their work is done: they are run again.
+"""Runs commands again if torch aborts or hangs after all their work is done.
 
-torch 2.13 does so where a model outlives its process group: of FSDP2 trainings beside another one, four runs in ten
-ended so. Whatever else fails is a failure.
+torch 2.13 does so if a model outlives its process group: four in ten runs of FSDP2 trainings beside another one ended
+so. All other failures are failures.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ MOST_RUNS = 10
 
 
 class Ended(Protocol):
-    """What is known of a command that was run: its exit status, None if the time ran out, and what it printed."""
+    """The exit status of a command (None after a timeout), and its output."""
 
     @property
     def code(self) -> int | None: ...
@@ -26,7 +26,7 @@ E = TypeVar("E", bound=Ended)
 
 
 def despite_aborts(run: Callable[[], E]) -> E:
-    """Run a command, again where torch ended it, and return how it ended at last."""
+    """Run a command, again if torch aborted it; return the last result."""
     for _ in range(MOST_RUNS - 1):
         ended = run()
         if not was_aborted(ended.code, ended.output):
@@ -35,5 +35,5 @@ def despite_aborts(run: Callable[[], E]) -> E:
 
 
 def was_aborted(code: int | None, output: str) -> bool:
-    """Return whether a command hung, or a process of it aborted, which launchers report with the signal's name."""
+    """Return whether a command hung, or one of its processes aborted: launchers report the signal's name."""
     return code is None or code < 0 or (code > 0 and "SIGABRT" in output)

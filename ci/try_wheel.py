@@ -1,4 +1,4 @@
-"""Tries a built wheel in fresh environments: with torch alone, then with everything that it requires.
+"""Tests a built wheel in fresh environments: first with torch alone, then with all its requirements.
 
     python ci/try_wheel.py                                # of this checkout; this Python, the newest torch
     python ci/try_wheel.py dist/*.whl
@@ -37,11 +37,11 @@ SUITE = ("run", "--gpus", "2", "--accelerator", "cpu", "--workloads", "mlp", "--
 
 
 class TryError(Exception):
-    """The wheel does not do what it must; the message says what."""
+    """The wheel failed; the message says how."""
 
 
 def run(command: Sequence[str | Path], folder: Path, *, code: int = 0) -> str:
-    """Run a command without this checkout in its environment; return what it prints.
+    """Run a command without this checkout in its environment; return its output.
 
     Raises:
         TryError: it did not exit with ``code``.
@@ -56,14 +56,14 @@ def run(command: Sequence[str | Path], folder: Path, *, code: int = 0) -> str:
 
 
 def built(folder: Path) -> Path:
-    """Build the wheel of this checkout into ``folder``; return it."""
+    """Build this checkout's wheel into ``folder``; return it."""
     run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder], ROOT)
     (wheel,) = folder.glob("*.whl")
     return wheel
 
 
 def environment(folder: Path, torch: str, python: str | None = None) -> Path:
-    """Make an environment with torch alone; return the folder of its programs."""
+    """Create an environment with torch alone; return its folder of programs."""
     if python:
         run([python, "-m", "venv", folder], ROOT)
     else:
@@ -73,7 +73,7 @@ def environment(folder: Path, torch: str, python: str | None = None) -> Path:
 
 
 def check(plumbline: str | Path, python: str | Path, folder: Path) -> None:
-    """Check a right script, the same script with a mistake, and tensor parallelism, in two ranks of ``python``."""
+    """Check a right script, the same script with a mistake, and tensor parallelism, on two ranks of ``python``."""
     right, tensor_parallel = (
         (SCRIPTS / name).read_text(encoding="utf-8") for name in (FILES[DDP], "tensor_parallel.py")
     )
@@ -91,7 +91,7 @@ def check(plumbline: str | Path, python: str | Path, folder: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Try a wheel; print what was seen."""
+    """Test a wheel, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("wheel", type=Path, nargs="?", help="a built wheel (default: that of this checkout)")
     parser.add_argument("--torch", default="", help="a release of torch, as 2.4.1 (default: the newest)")
@@ -113,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if not options.python:
                 run([*install, wheel], folder)
                 print(run([ours / "plumbline", *SUITE], folder).splitlines()[-1])
-            print(f"In all: {version}, torch {options.torch or 'of today'}: as it must be")
+            print(f"In all: {version}, torch {options.torch or 'of today'}: passed")
         except TryError as error:
             print(error, file=sys.stderr)
             return 1

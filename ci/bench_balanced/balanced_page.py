@@ -1,4 +1,4 @@
-"""What was measured of balanced, and the page that says so."""
+"""Measurements of the self-balancing trainer, and the page about them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ TIME, MEMORY = 0.15, 0.10
 """How far predictions may be off."""
 
 FASTER = {"GPT": 1.6}
-"""How many times faster than one device, on which model."""
+"""The required speed-up over one device, by model."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A model's trainings: their turns of so many steps, one of each name a round, and what balanced says of itself.
+    """A model's trainings: the turns of each, one per round, and what balanced says about itself.
 
-    ``beside another`` and ``the other`` are two trainings on one device each at the same time.
+    ``beside another`` and ``the other`` are two trainings on one device each, at the same time.
     """
 
     problem: Problem
@@ -37,22 +37,22 @@ class Measured:
     equal: Balance
 
     def rate(self, name: str) -> FigureInterval:
-        """Return samples a second."""
+        """Return samples per second."""
         samples = self.problem.batch_size * self.steps
         return figure_interval([samples / turn.seconds for turn in self.turns[name]])
 
     def faster_than(self, name: str) -> FigureInterval:
-        """Return how many times faster balanced is than another training of the same round."""
+        """Return the speed-up of balanced over another training, paired by rounds."""
         pairs = zip(self.turns[name], self.turns["balanced"], strict=True)
         return figure_interval([other.seconds / own.seconds for other, own in pairs])
 
     def ceiling(self) -> FigureInterval:
-        """Return how many times faster than one core two are that compute the same independently."""
+        """Return the speed-up of two cores that compute independently over one."""
         triples = zip(self.turns["one"], self.turns["beside another"], self.turns["the other"], strict=True)
         return figure_interval([one.seconds / a.seconds + one.seconds / b.seconds for one, a, b in triples])
 
     def busy(self, name: str) -> list[tuple[float, float]]:
-        """Return the seconds of a step that each rank computes, and which part of the step that is."""
+        """Return the seconds per step that each rank computes, and their share of the step."""
         turns = self.turns[name]
         return [
             (
@@ -65,7 +65,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Goal:
-    """What was to be reached, what was, and whether that is enough."""
+    """A goal, the measured value, and whether it is met."""
 
     text: str
     reached: str
@@ -75,7 +75,7 @@ class Goal:
 def goals(measured: Measured) -> Iterator[Goal]:
     """Yield the goals of a model."""
     name, plan, found = measured.problem.name, measured.balanced.plan, measured.balanced.measured
-    assert found is not None  # the trainings are over
+    assert found is not None  # after all trainings
     errors = [
         max((b / a - 1 for a, b in zip(predicted, taken, strict=True)), key=abs)
         for predicted, taken in (
@@ -98,7 +98,7 @@ def missed_goals(every: Sequence[Measured]) -> list[Goal]:
 
 
 def told(one: FigureInterval) -> str:
-    """Write a ratio with its bounds."""
+    """Format a ratio with its bounds."""
     return f"× {one.value:.2f} ({one.low:.2f} … {one.high:.2f})"
 
 
@@ -161,7 +161,7 @@ ALONE = ("one", "balanced", "equal", "by hand")
 
 
 def stage_rows(measured: Measured) -> Iterator[tuple[str, ...]]:
-    """Yield a row a stage."""
+    """Yield a row per stage."""
     balance = measured.balanced
     assert balance.measured is not None
     predicted, found = balance.plan.predicted, balance.measured
@@ -180,7 +180,7 @@ def stage_rows(measured: Measured) -> Iterator[tuple[str, ...]]:
 
 
 def step_rows(measured: Measured) -> Iterator[tuple[str, ...]]:
-    """Yield a row for each split."""
+    """Yield a row per split."""
     for name, balance in (("balanced", measured.balanced), ("equal counts", measured.equal)):
         predicted, found = balance.plan.predicted, balance.measured
         assert found is not None
@@ -197,17 +197,17 @@ def step_rows(measured: Measured) -> Iterator[tuple[str, ...]]:
 
 
 def shares(busy: Sequence[tuple[float, float]]) -> str:
-    """Write the seconds in which each rank computes, and their part of a step."""
+    """Format the seconds in which each rank computes, and their share of a step."""
     return ", ".join(f"{duration(seconds)} ({part:.0%})" for seconds, part in busy)
 
 
 def rate(one: FigureInterval) -> str:
-    """Write samples a second with their bounds."""
+    """Format samples per second with their bounds."""
     return f"{one.value:.4g} ({one.low:.4g} … {one.high:.4g})"
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a table in Markdown."""
+    """Return a Markdown table."""
     return [
         f"| {' | '.join(headers)} |",
         f"|{'|'.join(' --- ' if index == 0 else ' --: ' for index in range(len(headers)))}|",

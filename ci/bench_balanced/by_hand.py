@@ -1,4 +1,4 @@
-"""1F1B written by hand for one model: plain sends and receives between two processes, static shapes, no more."""
+"""Minimal hand-written 1F1B for one model: plain sends and receives between two processes, with static shapes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from turns import Pace
 def train_by_hand(
     problem: Problem, stages: Sequence[Sequence[int]], micro_batches: int, steps: int, folder: Path, paces: list[Pace]
 ) -> None:
-    """Train in one process for each of ``stages``: numbers of the network's layers."""
+    """Train with one process for each of ``stages``, which are lists of layer numbers."""
     arguments = (problem, stages, micro_batches, steps, str(folder / "by-hand"), paces)
     start_processes(train_stage, arguments, len(stages), start_method="fork")  # type: ignore[no-untyped-call]
 
@@ -32,7 +32,7 @@ def train_stage(
     meeting: str,
     paces: list[Pace],
 ) -> None:
-    """Be one stage."""
+    """Run one stage."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=len(stages))
     torch.manual_seed(0)
@@ -54,7 +54,7 @@ def train_stage(
 
 @torch.no_grad()
 def shapes_between(layers: Sequence[nn.Module], inputs: Tensor) -> list[torch.Size]:
-    """Return the shape of what each stage but the last returns for a micro-batch."""
+    """Return the shape of each stage's output for a micro-batch, except the last stage's."""
     shapes = []
     for layer in layers[:-1]:
         inputs = layer.eval()(inputs)
@@ -64,7 +64,7 @@ def shapes_between(layers: Sequence[nn.Module], inputs: Tensor) -> list[torch.Si
 
 
 class Stage:
-    """One stage's layers, and how it trains a batch."""
+    """One stage's layers, and its training of a batch."""
 
     def __init__(
         self, problem: Problem, layers: nn.Module, rank: int, count: int, micro_batches: int, shapes: list[torch.Size]
@@ -75,7 +75,7 @@ class Stage:
         self.sent: list[tuple[Any, Tensor]] = []
 
     def train(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        """Add the gradients of a batch's mean loss."""
+        """Accumulate the gradients of a batch's mean loss."""
         passed: deque[tuple[Tensor, Tensor]] = deque()
         early = min(self.count - self.rank - 1, self.micro_batches)
         for number in range(early):
@@ -90,7 +90,7 @@ class Stage:
         self.sent.clear()
 
     def forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what was received, and what was sent or the loss."""
+        """Return the received input, and the sent output or the loss."""
         if self.rank:
             inputs = torch.empty(self.shapes[self.rank - 1], requires_grad=True)
             dist.recv(inputs.detach(), self.rank - 1)
@@ -112,6 +112,6 @@ class Stage:
             self.send(inputs.grad, self.rank - 1)
 
     def send(self, tensor: Tensor, rank: int) -> None:
-        """Send, without waiting."""
+        """Send without waiting."""
         tensor = tensor.contiguous()
         self.sent.append((dist.isend(tensor, rank), tensor))

@@ -1,4 +1,4 @@
-"""The models that are measured: each a Sequential of layers, a step of about a second on one core, and its data."""
+"""The measured models: each is a Sequential with a step of about a second on one core, and its data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from plumbline.trainer import Module
 from plumbline.workloads.performance import ResidualBlock, TransformerBlock
 
 DIFFERENT = 4
-"""Batches of data; after them they come again."""
+"""The number of different batches; after them, they repeat."""
 
 
 class Tokens(nn.Module):
@@ -33,7 +33,7 @@ class Tokens(nn.Module):
 
 @dataclass(frozen=True)
 class Problem:
-    """A model, its data and its optimizer. ``draw`` returns inputs and classes of so many samples."""
+    """A model, its data and its optimizer. ``draw(count)`` returns inputs and classes."""
 
     name: str
     description: str
@@ -47,13 +47,13 @@ class Problem:
         return nn.functional.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
     def loader(self, steps: int) -> DataLoader[Any]:
-        """Return the batches of so many steps, the same for everybody."""
+        """Return the batches of ``steps`` steps, the same in every training."""
         samples = Samples(self, steps)
         return DataLoader(samples, batch_size=self.batch_size, collate_fn=lambda batch: batch)
 
 
 class Samples(Dataset[Any]):
-    """The samples of some steps, drawn a batch at a time: what is measured is training, not collation."""
+    """The samples of some steps, drawn a batch at a time, so that collation does not count."""
 
     def __init__(self, problem: Problem, steps: int) -> None:
         torch.manual_seed(1)
@@ -73,7 +73,7 @@ class Samples(Dataset[Any]):
 
 
 class Task(Module):
-    """A problem as users write it; ``begun`` is called on each rank with its optimizer and itself."""
+    """A problem as users write it; ``begun`` is called on each rank with its optimizer and the task."""
 
     def __init__(self, problem: Problem, steps: int, begun: Callable[[Task, torch.optim.Optimizer], None]) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Task(Module):
 
 def gpt(width: int = 160, heads: int = 5, layers: int = 8, vocabulary: int = 4096, length: int = 128, batch: int = 48,
         ) -> Problem:  # fmt: skip
-    """Return a language model in the shape of GPT-2: equal blocks between an embedding and a head."""
+    """Return a language model shaped like GPT-2: equal blocks between an embedding and a head."""
 
     def network() -> nn.Sequential:
         blocks = [TransformerBlock(width, heads) for _ in range(layers)]
@@ -114,7 +114,7 @@ def gpt(width: int = 160, heads: int = 5, layers: int = 8, vocabulary: int = 409
 
 
 def resnet(width: int = 32, blocks: int = 3, image: int = 32, batch: int = 64) -> Problem:
-    """Return a residual network for small images: early blocks take longer, late ones have the weights."""
+    """Return a residual network for small images: early blocks take longer, late ones have more weights."""
 
     def network() -> nn.Sequential:
         widths = [width, 2 * width, 4 * width]
@@ -136,7 +136,7 @@ def resnet(width: int = 32, blocks: int = 3, image: int = 32, batch: int = 64) -
 
 def embedding(rows: int = 250_000, columns: int = 64, fields: int = 8, width: int = 1024, layers: int = 6,
               batch: int = 2048) -> Problem:  # fmt: skip
-    """Return a perceptron with one huge embedding: one block has nearly all weights and little arithmetic."""
+    """Return a perceptron with a huge embedding: one block has nearly all weights and little arithmetic."""
 
     def network() -> nn.Sequential:
         sizes = [fields * columns] + [width] * layers

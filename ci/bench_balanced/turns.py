@@ -1,4 +1,4 @@
-"""Trainings that take turns: each waits between its optimizer steps until it is told to make a few more."""
+"""Trainings that take turns: each waits between optimizer steps until it may take some more."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ import torch
 from plumbline.worker.timing.devices import keep_freed_memory
 
 WARM_UP = 4
-"""Steps before the first turn: in the first ones memory is measured, and optimizers make their state."""
+"""Steps before the first turn: the first ones measure memory, and create optimizer state."""
 
 CORES = sorted(os.sched_getaffinity(0))
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What some steps took: seconds by the clock, and of each rank the seconds that it computed."""
+    """The wall time of some steps, and the seconds that each rank computed."""
 
     seconds: float
     busy: tuple[float, ...]
 
 
 class Pace:
-    """Lets a rank make ``steps`` optimizer steps at a time, each time on the core that it is told."""
+    """Lets a rank take ``steps`` optimizer steps at a time, on a given core."""
 
     def __init__(self, wire: Any, rank: int, steps: int) -> None:
         self.wire, self.rank, self.steps, self.left = wire, rank, steps, WARM_UP
         self.news: Callable[[], Any] = lambda: None
 
     def follow(self, optimizer: torch.optim.Optimizer, news: Callable[[], Any] = lambda: None) -> None:
-        """Take a core of the rank's own, and wait after the optimizer's steps; ``news()`` is told each time."""
+        """Pin the rank to a core, and wait after optimizer steps; call ``news()`` each time."""
         run_on(CORES[self.rank % len(CORES)])
         self.news = news
         optimizer.register_step_post_hook(self._stepped)
@@ -53,12 +53,12 @@ class Pace:
 def run_on(core: int) -> None:
     """Move all threads of this process to a core."""
     for thread in os.listdir("/proc/self/task"):
-        with suppress(OSError):  # it has ended, or this is not allowed
+        with suppress(OSError):  # the thread has ended, or this is not allowed
             os.sched_setaffinity(int(thread), {core})
 
 
 class Training:
-    """A training of ``ranks`` processes, forked from this one; ``train(paces)`` makes all its steps."""
+    """A training with ``ranks`` processes forked from this one; ``train(paces)`` takes all its steps."""
 
     def __init__(self, train: Callable[[list[Pace]], Any], ranks: int, steps: int) -> None:
         context = multiprocessing.get_context("fork")
@@ -72,23 +72,23 @@ class Training:
             wire.close()
         messages = [wire.recv() for wire in self.wires]
         self.computed = [computed for _, computed, _ in messages]
-        self.news = messages[0][2]  # rank 0's, after the warm-up
+        self.news = messages[0][2]  # from rank 0, after the warm-up
 
     def go(self, cores: Sequence[int]) -> None:
-        """Let all ranks make their steps, each on a core."""
+        """Let all ranks take their steps, each on its core."""
         self.begun = perf_counter()
         for wire, core in zip(self.wires, cores, strict=True):
             wire.send(core)
 
     def wait(self) -> Turn:
-        """Wait until all have."""
+        """Wait for all ranks."""
         messages = [wire.recv() for wire in self.wires]
         before, self.computed = self.computed, [computed for _, computed, _ in messages]
         busy = tuple(after - earlier for earlier, after in zip(before, self.computed, strict=True))
         return Turn(max(end for end, _, _ in messages) - self.begun, busy)
 
     def end(self) -> Any:
-        """Let it end, and return what ``train`` returned."""
+        """Let the training end; return what ``train`` returned."""
         for wire in self.wires:
             wire.send(CORES[0])
         answer = self.answer.recv()
@@ -96,7 +96,7 @@ class Training:
         return answer
 
     def close(self) -> None:
-        """End it where it is."""
+        """Stop the training at once."""
         if self.process.is_alive():
             self.process.terminate()
         self.process.join()

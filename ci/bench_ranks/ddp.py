@@ -1,4 +1,4 @@
-"""The body that both kinds of test run: a model is wrapped, trained for a step, and compared over the ranks."""
+"""The body of both kinds of test: wrap a model, train it for a step, and compare it over the ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def train_and_compare(rank: int, world_size: int) -> None:
-    """Check that the gradient of each rank is that of the mean over all ranks. The process group is there."""
+    """Check that each rank's gradient is that of the mean over all ranks. Needs a process group."""
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(16, 4))
     inputs = torch.arange(world_size * 16.0).view(world_size, 16) / 100

@@ -1,4 +1,4 @@
-"""The body as a test of torch's own kind, which spawns its ranks."""
+"""The body as one of torch's own test cases, which spawn their ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSpeed under a loop that divides the loss by itself, as Accelerate and transformers' Trainer do."""
+"""DeepSpeed with a loop that divides the loss itself, like Accelerate and transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from plumbline.subjects.deepspeed_trainer import fit
     library="deepspeed", buffers="per-rank",
 )  # fmt: skip
 def train(job):
-    """Train ``job`` with ``scale_wrt_gas=False``: the engine is asked not to divide."""
+    """Train ``job`` with ``scale_wrt_gas=False``, so that the engine does not divide."""
     fit(job, backward=lambda engine, loss: engine.backward(loss / job.accumulate, scale_wrt_gas=False))

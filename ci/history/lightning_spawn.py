@@ -1,4 +1,4 @@
-"""Lightning that starts a node's ranks by itself, as notebooks and scripts without a launcher do."""
+"""Lightning that starts a node's ranks itself, as in notebooks and in scripts without a launcher."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from plumbline.subjects.lightning_trainer import Adapter, pl
 
 @subject(name="lightning-spawn", backends=["ddp"], launch="node")
 def train(job):
-    """Train ``job`` with processes that torch.multiprocessing spawns, each of which is handed the module."""
+    """Train ``job`` with processes spawned by torch.multiprocessing, each of which receives the module."""
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=job.gpus,

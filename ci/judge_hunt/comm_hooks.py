@@ -1,6 +1,6 @@
-"""Communication hooks of DistributedDataParallel that do not change the mathematics.
+"""Communication hooks of DistributedDataParallel that do not change the result.
 
-It reads their annotations, which must therefore be types and no strings: no ``from __future__`` here.
+DDP reads their annotations, which must be types, not strings: do not import annotations from __future__ here.
 """
 
 from typing import Any
@@ -13,14 +13,14 @@ Reduced = torch.futures.Future[torch.Tensor]
 
 
 def allreduce(state: Any, bucket: dist.GradBucket) -> Reduced:  # type: ignore[name-defined]
-    """Average as DDP itself does."""
+    """Average like DDP itself."""
     everybody = dist.group.WORLD
     assert everybody is not None
     return default_hooks.allreduce_hook(everybody, bucket)
 
 
 def gather(state: Any, bucket: dist.GradBucket) -> Reduced:  # type: ignore[name-defined]
-    """Gather every rank's bucket, and take the mean from the last one on."""
+    """Gather every rank's bucket, and average starting with the last one."""
     mine = bucket.buffer()
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     work = dist.all_gather(parts, mine, async_op=True)
@@ -30,7 +30,7 @@ def gather(state: Any, bucket: dist.GradBucket) -> Reduced:  # type: ignore[name
 
 
 def sum_then_divide(state: Any, bucket: dist.GradBucket) -> Reduced:  # type: ignore[name-defined]
-    """Add up over the ranks, and divide the sum."""
+    """Sum over the ranks, then divide."""
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     assert work is not None
     reduced: Reduced = work.get_future().then(lambda done: done.value()[0] / dist.get_world_size())

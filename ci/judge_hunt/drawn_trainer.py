@@ -1,7 +1,7 @@
-"""The subject of the judge's own hunt: it trains as the draw says that lies in the file ``PLUMBLINE_DRAW``.
+"""The subject of the judge's hunt: it trains according to the draw in the file ``PLUMBLINE_DRAW``.
 
-Without a mutation it is right. Its loop is read from top to bottom; each place at which a mutation can happen asks the
-``Mutator``, which otherwise changes nothing.
+Without a mutation, it is right. Each place in its loop where a mutation can happen calls the ``Mutator``, which changes
+nothing elsewhere.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from plumbline import subject
 from plumbline.subjects.declare import CAPABILITIES
 
 DRAW = "PLUMBLINE_DRAW"
-"""The variable with the path of a JSON file: the fields of a ``trainer`` and of a ``mutation``, or null."""
+"""The variable with the path of a JSON file with the fields of a ``trainer`` and of a ``mutation``, or null."""
 
 
 @subject(
     name="drawn", backends=["none", "ddp"], precisions=["64", "32", "16", "bf16"], capabilities=sorted(CAPABILITIES)
 )
 def train(job: Any) -> None:
-    """Train as the draw says."""
+    """Train according to the draw."""
     values = json.loads(Path(os.environ[DRAW]).read_text("utf-8"))
     mutation = values["mutation"] and Mutation(**values["mutation"])
     _Training(job, TrainerDraw(**values["trainer"]), Mutator(mutation, job.rank)).fit()
@@ -100,7 +100,7 @@ class _Training:
                         self._evaluate()
 
     def _batches(self, epoch: int) -> Iterator[dict[str, Tensor]]:
-        """Yield this rank's batches of an epoch: in each, all ranks together have the same samples in every way."""
+        """Yield this rank's batches of an epoch; each global batch has the same samples in every way of sampling."""
         job = self.job
         if self.draw.sampler == "distributed":
             sampler: DistributedSampler[Any] = DistributedSampler(
@@ -118,7 +118,7 @@ class _Training:
             yield self._changed(step, job.dataset.batch(share))
 
     def steps_before(self, epoch: int, batches: int) -> int:
-        """Return how many steps the epochs before this one have."""
+        """Return the number of steps in the epochs before this one."""
         steps: int = epoch * -(-batches // self.job.accumulate)
         return steps
 
@@ -187,7 +187,7 @@ class _Training:
             parameter.grad = self._mean([_dense(parameter.grad)], lambda parts: dist.all_reduce(parts[0]))[0]
 
     def _mean(self, gradients: list[Tensor], add: Any) -> list[Tensor]:
-        """Return the mean of dense gradients over ranks; ``add`` adds them up in place."""
+        """Return the mean of dense gradients over the ranks; ``add`` sums them in place."""
         world = self.job.world_size
         parts = [one / world if self.draw.divided == "before" else one.clone() for one in gradients]
         add(parts)
@@ -201,7 +201,7 @@ class _Training:
         if draw.reduction == "none":
             return
         gradients = {name: _dense(value) for name, value in self._gradients().items()}
-        # Every rank joins as often as any other does: one that leaves a reduction out keeps what it had.
+        # All ranks take part in all reductions: one that should leave a reduction out keeps its own values.
         for number in range(max(1, mutator.times("reduction", step, on_any_rank=True))):
             mean = self._mean(list(gradients.values()), lambda parts: sum_over_ranks(draw.reduction, parts, draw.chunk))
             if number < mutator.times("reduction", step):
@@ -279,7 +279,7 @@ class _Training:
             every[name].copy_(value.clone())
 
     def _inside(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the mutator change what a step makes of the weights: within the step, as a wrong optimizer does."""
+        """Let the mutator change the update within the step, like a wrong optimizer."""
         if self.mutator.mutation is None or self.mutator.mutation.place not in ("update", "weights"):
             return
         own = {id(one) for group in optimizer.param_groups for one in group["params"]}
@@ -290,7 +290,7 @@ class _Training:
             before.update({name: one.detach().clone() for name, one in named.items()})
 
         def change(*_: Any) -> None:
-            # Of several optimizers only the first one's steps are changed: `delayed` keeps one step in mind.
+            # Only the first of several optimizers is changed, because `delayed` remembers only one step.
             if optimizer is not self.optimizers[0]:
                 return
             updates = {name: one.detach() - before[name] for name, one in named.items()}
@@ -317,7 +317,7 @@ class _Training:
 
 
 def _shares(sampler: str, job: Any, epoch: int) -> Iterator[list[int]]:
-    """Yield this rank's samples of each batch, dealt by hand; the last batch is padded as DistributedSampler does."""
+    """Yield this rank's samples of each batch, sharded by hand; pad the last batch like DistributedSampler."""
     count, world = len(job.dataset), job.world_size
     generator = torch.Generator().manual_seed(7 * epoch + job.seed)
     order = torch.randperm(count, generator=generator).tolist() if job.shuffle else list(range(count))
@@ -331,7 +331,7 @@ def _shares(sampler: str, job: Any, epoch: int) -> Iterator[list[int]]:
 
 
 def _implemented(optimizer: torch.optim.Optimizer, implementation: str) -> torch.optim.Optimizer:
-    """Return the same optimizer in another implementation of torch."""
+    """Return the same optimizer in another of torch's implementations."""
     if implementation == "given":
         return optimizer
     flags = {"foreach": implementation == "foreach", "fused": implementation == "fused"}

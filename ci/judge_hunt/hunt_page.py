@@ -1,6 +1,6 @@
-"""The page of the judge's own hunt: counts from the records, beside what people found out about each accusation.
+"""The page of the judge's hunt: counts from the records, with what people found out about each accusation.
 
-What is written by hand lies in ``explained.toml``, so that the page can be made again.
+Hand-written explanations are in ``explained.toml``, so that the page can be generated again.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _SIZES = (
 
 
 def _table(listed: Sequence[Tried], what: Any, explained: dict[str, str], *more: Any) -> Iterator[str]:
-    """Yield a row for each training: seed and number, cell, the columns asked for, and the explanation."""
+    """Yield a row per training: seed and number, cell, the given columns, and the explanation."""
     columns = [what, *more]
     if not listed:
         yield "None."
@@ -82,7 +82,7 @@ def _table(listed: Sequence[Tried], what: Any, explained: dict[str, str], *more:
 
 
 def mutation_in_words(one: Tried) -> str:
-    """Return what happens where, when and to what."""
+    """Return what a mutation does, where and when, in words."""
     made = one.mutation or {}
     words = [f"{made['place']}: {made['operation']}"]
     words += [f"× {made['factor']}"] if made["operation"] == "rescaled" else []

@@ -1,4 +1,4 @@
-"""What the judge's own hunt has tried, a line each, and the page that counts it."""
+"""The records of the judge's hunt, a line per training, and the page that counts them."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ class Tried:
     """One training that was judged.
 
     Args:
-        seed, number: which draw.
-        mutation: the fields of the mutation; None: a right trainer.
-        accused: whether any check ended badly, or the judge had no verdict.
-        named: whether the first finding's cause is of a family that names the mutation rightly; None where it has no
-            name.
-        difference: how far the training is from the unmutated one, relative to each tensor's length, at most; infinite
-            where the samples, steps, rates or evaluations differ. None of a right trainer.
-        vacuous: why the mutation is not scored: ``same bits``, ``rounding``, or ``no verdict``
-            where nothing is left to judge; None where it is scored.
-        obstacle: why nothing could be judged: the problem is not fit, or shows nothing.
+        seed, number: identify the draw.
+        mutation: the fields of the mutation, or None for a right trainer.
+        accused: whether any check failed or errored, or the judge had no verdict.
+        named: whether the first finding's cause is of a right family; None if the mutation has no name.
+        difference: the largest difference from the unmutated training, relative to each tensor's norm; infinite if the
+            samples, steps, rates or evaluations differ; None for a right trainer.
+        vacuous: why the mutation is not scored: ``same bits``, ``rounding``, or ``no verdict`` if nothing is left to
+            judge; None if it is scored.
+        obstacle: why nothing could be judged: the problem is unsuitable, or shows nothing.
         seconds: wall time of training and judging.
     """
 
@@ -55,14 +54,14 @@ class Tried:
 
 
 class Records:
-    """The file of one seed's results; a run that is started again goes on behind its last line."""
+    """The file with one seed's results; a run that is started again continues after its last line."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
         file.parent.mkdir(parents=True, exist_ok=True)
         lines = file.read_text("utf-8").splitlines() if file.exists() else []
         self.tried = [Tried(**json.loads(line)) for line in lines]
-        # Where nothing can be judged, there is no mutation either.
+        # If nothing can be judged, there is no mutation either.
         self._known = {(one.number, due) for one in self.tried for due in _settled(one)}
 
     def has(self, number: int, *, mutated: bool) -> bool:
@@ -70,7 +69,7 @@ class Records:
         return (number, mutated) in self._known
 
     def drawn(self, number: int) -> tuple[Draw, Mutation | None] | None:
-        """Return a draw that was tried, with its mutation if there was one; None where it was not tried."""
+        """Return a draw that was tried, with its mutation if it had one, or None."""
         own = [one for one in self.tried if one.number == number]
         if not own:
             return None
@@ -82,7 +81,7 @@ class Records:
         return Draw(TrainerDraw(**own[0].trainer), recipe, cell), next(iter(mutations), None)
 
     def add(self, one: Tried) -> None:
-        """Write a result down."""
+        """Append a result."""
         self.tried.append(one)
         self._known |= {(one.number, due) for due in _settled(one)}
         with self.file.open("a", encoding="utf-8") as file:
@@ -90,13 +89,13 @@ class Records:
 
 
 def _settled(one: Tried) -> tuple[bool, ...]:
-    """Return whether the draw's right trainer (False) and its mutation (True) are done with."""
+    """Return whether the draw's right trainer (False) and its mutation (True) are done."""
     return (False, True) if one.obstacle is not None else (one.mutation is not None,)
 
 
 @dataclass(frozen=True)
 class Counts:
-    """How many of some trainings were judged, accused, scored, caught and named."""
+    """The numbers of trainings that were judged, accused, scored, caught and named."""
 
     right: int
     accused: int
@@ -108,7 +107,7 @@ class Counts:
 
     @classmethod
     def of(cls, tried: Iterable[Tried]) -> Counts:
-        """Count what could be judged."""
+        """Count the trainings that could be judged."""
         judged = [one for one in tried if one.obstacle is None]
         right = [one for one in judged if one.mutation is None]
         mutated = [one for one in judged if one.mutation is not None]
@@ -150,7 +149,7 @@ def by_kind(tried: Iterable[Tried]) -> list[str]:
 
 
 def summary(tried: Iterable[Tried]) -> list[str]:
-    """Return the counts as lines of Markdown, each escape and each accusation in full."""
+    """Return the counts as Markdown lines, with all escapes and accusations in full."""
     tried = list(tried)
     counts = Counts.of(tried)
     escapes = escaped(tried)
@@ -174,7 +173,7 @@ def summary(tried: Iterable[Tried]) -> list[str]:
 
 
 def in_all(tried: Iterable[Tried]) -> str:
-    """Return the counts in one line."""
+    """Return the counts as one line."""
     counts = Counts.of(tried := list(tried))
     return (
         f"{counts.right} right trainers, {counts.accused} accused; {counts.scored} mistakes, "
@@ -183,7 +182,7 @@ def in_all(tried: Iterable[Tried]) -> str:
 
 
 def percent(part: int, whole: int) -> str:
-    """Format a part of a whole."""
+    """Format a percentage."""
     return f"{100 * part / max(whole, 1):.1f} %"
 
 

@@ -1,7 +1,7 @@
-"""Mistakes at random: an operation of a right trainer is dropped, doubled, delayed, rescaled, permuted or mis-cast.
+"""Random mistakes: an operation of a right trainer is dropped, doubled, delayed, rescaled, permuted or mis-cast.
 
-A mutation is data: its place in the training loop, what happens there, on which ranks, steps and tensors. Beside each
-place stand the families of causes that name it rightly. Nothing in ``harness/`` knows any of this.
+A mutation is data: its place in the training loop, its operation, and the ranks, steps and tensors that it affects.
+Each place has the families of causes that name it rightly. Nothing in ``harness/`` depends on this file.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ Tensors = dict[str, Tensor]
 Families = frozenset[str]
 
 SCALED = ("averaging", "accumulation", "loss-normalisation")
-"""A gradient times a number: the number alone does not say who multiplied."""
+"""Families for a gradient times a number: the number alone does not show where it was multiplied."""
 
 
 def _named(operations: str, *families: str) -> dict[str, Families]:
-    """Return the operations, each with the families that name it rightly."""
+    """Return the operations, each with its right families."""
     return dict.fromkeys(operations.split(), frozenset(families))
 
 
 _DATA = {
     **_named("delayed permuted-rows permuted-ranks", "data"),
-    **_named("dropped doubled rescaled"),  # numbers that no sample has: no known mistake
+    **_named("dropped doubled rescaled"),  # numbers that belong to no sample: not a known mistake
     **_named("cast", "amp"),
 }
 
@@ -40,7 +40,7 @@ PLACES: Mapping[str, Mapping[str, Families]] = {
     "loss": {
         **_named("doubled rescaled", *SCALED),
         **_named("dropped", "optimizer", "sync"),  # on one rank: the average of the others
-        **_named("cast", "amp", *SCALED),  # what a backward rounds is the one number by which the loss is divided
+        **_named("cast", "amp", *SCALED),  # in the backward, only the loss's divisor is rounded
     },
     "gradients before the reduction": {
         **_named("doubled rescaled", *SCALED),
@@ -82,7 +82,7 @@ PLACES: Mapping[str, Mapping[str, Families]] = {
     "evaluation": _named("dropped", "metrics", "data"),
     "evaluation mode": _named("dropped", "metrics", "buffers"),
 }
-"""What can happen where, with the families that name it rightly; none where it is no mistake that has a name."""
+"""Operations at each place, with their right families; none if the mistake has no name."""
 
 FACTORS = (-1.0, 0.25, 0.5, 0.9, 0.97, 1.03, 1.1, 1.5, 3.0)
 
@@ -94,11 +94,11 @@ class Mutation:
     Args:
         place: a key of ``PLACES``.
         operation: a key of ``PLACES[place]``.
-        rank: where it happens, None on all ranks.
-        step: the first step at which it happens; ``lasting``: from there on.
-        parameter: which of the tensors it happens to, counted through; None: to all.
-        factor: by which is rescaled.
-        dtype: to which is cast.
+        rank: the affected rank; None: all ranks.
+        step: the first affected step; ``lasting``: all later steps too.
+        parameter: the index of the affected tensor; None: all tensors.
+        factor: the factor of a rescaling.
+        dtype: the dtype of a cast.
     """
 
     place: str
@@ -112,28 +112,28 @@ class Mutation:
 
     @property
     def families(self) -> Families:
-        """The families of causes that name it rightly."""
+        """The right families of causes."""
         named = PLACES[self.place][self.operation]
-        # The sign of a gradient is the optimizer's affair.
+        # The sign of a gradient counts as the optimizer's.
         return named | {"optimizer"} if named and self.operation == "rescaled" and self.factor < 0 else named
 
     def happens(self, place: str, step: int) -> bool:
-        """Return whether it happens there at that step, on some rank."""
+        """Return whether the mutation affects this place at this step, on some rank."""
         return place == self.place and (step >= self.step if self.lasting else step == self.step)
 
 
 @st.composite
 def mutations(draw: st.DrawFn, drawn: Draw) -> Mutation:
-    """Draw a mistake at a place that the trainer has."""
+    """Draw a mutation at a place that the trainer has."""
     place = draw(st.sampled_from(list(_places(drawn))))
     ranks = drawn.cell.topology.devices
     operations = [name for name in PLACES[place] if ranks > 1 or name != "permuted-ranks"]
     operation = draw(st.sampled_from(operations))
-    # What is delayed comes from the step before, and what is not zeroed is there in the step after.
+    # Delayed values need a step before, and gradients that are not zeroed need a step after.
     first, last = int(operation == "delayed"), drawn.recipe.steps - 1 - (place == "zeroing")
     if place == "weights at the start":
         last = 0
-    # Where every rank evaluates all samples, one that does not is missed by nobody.
+    # If every rank evaluates all samples, a rank that does not makes no difference.
     alone = place != "evaluation" or drawn.trainer.evaluation == "shares"
     return Mutation(
         place,
@@ -148,7 +148,7 @@ def mutations(draw: st.DrawFn, drawn: Draw) -> Mutation:
 
 
 def _places(drawn: Draw) -> list[str]:
-    """Return the places that a trainer and its problem have."""
+    """Return the places of a trainer and its problem."""
     recipe = drawn.recipe
     own = drawn.trainer.reduction in OWN_REDUCTIONS and drawn.trainer.reduction != "in-the-backward"
     has = {
@@ -165,7 +165,7 @@ def _places(drawn: Draw) -> list[str]:
 
 
 class Mutator:
-    """Carries a mutation out on one rank; without one it changes nothing."""
+    """Carries out a mutation on one rank; without one, changes nothing."""
 
     def __init__(self, mutation: Mutation | None, rank: int) -> None:
         self.mutation = mutation
@@ -173,7 +173,7 @@ class Mutator:
         self._before: dict[str, Tensors] = {}
 
     def times(self, place: str, step: int, *, on_any_rank: bool = False) -> int:
-        """Return how often an operation is carried out: once, where no mutation happens."""
+        """Return how often an operation runs: once, unless a mutation affects it."""
         mutation = self.mutation
         if mutation is None or not mutation.happens(place, step):
             return 1
@@ -182,13 +182,13 @@ class Mutator:
         return {"dropped": 0, "doubled": 2}.get(mutation.operation, 1)
 
     def factor(self, place: str, step: int) -> float:
-        """Return the factor by which a number is rescaled: 1, where no mutation happens."""
+        """Return the factor of a rescaling: 1, unless a mutation affects this place."""
         mutation = self.mutation
         happens = mutation is not None and mutation.happens(place, step) and mutation.rank in (None, self.rank)
         return mutation.factor if mutation is not None and happens and mutation.operation == "rescaled" else 1.0
 
     def values(self, place: str, step: int, tensors: Tensors) -> Tensors:
-        """Return the tensors that pass a place, as they are there; every rank calls it at the same steps."""
+        """Return the tensors at a place, changed by the mutation; all ranks must call it at the same steps."""
         mutation = self.mutation
         if mutation is None or mutation.place != place:
             return tensors
@@ -205,7 +205,7 @@ class Mutator:
 
 
 Change = Callable[[Mutation, Tensors, list[str], Tensors], Tensors]
-"""Returns the tensors with the chosen ones changed; the last argument has those of the step before."""
+"""Returns the tensors with the chosen ones changed; the last argument has the previous step's."""
 
 
 def _each(change: Callable[[Mutation, Tensor], Tensor]) -> Change:
@@ -220,7 +220,7 @@ def _delayed(mutation: Mutation, tensors: Tensors, chosen: list[str], before: Te
 
 
 def _permuted_tensors(mutation: Mutation, tensors: Tensors, chosen: list[str], before: Tensors) -> Tensors:
-    """Give each chosen tensor the next one of its shape; alone in its shape, its own rows the other way round."""
+    """Replace each chosen tensor with the next of its shape, or reverse its rows if it is the only one."""
     changed = dict(tensors)
     for name in chosen:
         alike = [other for other, value in tensors.items() if value.shape == tensors[name].shape]
@@ -231,7 +231,7 @@ def _permuted_tensors(mutation: Mutation, tensors: Tensors, chosen: list[str], b
 
 
 def _permuted_ranks(mutation: Mutation, tensors: Tensors, chosen: list[str], before: Tensors) -> Tensors:
-    """Give each rank the next one's tensors."""
+    """Replace each rank's tensors with the next rank's."""
     changed = dict(tensors)
     for name in chosen:
         parts = [torch.empty_like(tensors[name]) for _ in range(dist.get_world_size())]
@@ -258,4 +258,4 @@ VALUES: dict[str, Change] = {
     "permuted-tensors": _permuted_tensors,
     "permuted-ranks": _permuted_ranks,
 }
-"""What becomes of tensors. Whole numbers cannot be rescaled or cast."""
+"""The operations on tensors. Integers cannot be rescaled or cast."""

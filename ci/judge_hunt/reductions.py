@@ -1,4 +1,4 @@
-"""Averages of gradients over ranks, written by hand: each adds the same numbers, in an order of its own."""
+"""Hand-written averages of gradients over the ranks: each adds the same numbers in a different order."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 Sum = Callable[[Tensor, int], None]
-"""Adds a flat tensor up over all ranks, in place; the number is the size of a chunk."""
+"""Sums a flat tensor over all ranks, in place; the number is a chunk's size."""
 
 
 def sum_over_ranks(kind: str, tensors: Sequence[Tensor], chunk: int) -> None:
-    """Add each tensor up over all ranks, in place, by the method ``kind`` of ``SUMS``."""
+    """Sum each tensor over all ranks, in place, by the method ``kind`` of ``SUMS``."""
     if kind == "per-parameter":
         for tensor in tensors:
             dist.all_reduce(tensor)
@@ -35,7 +35,7 @@ def _chunks(flat: Tensor, chunk: int) -> None:
 
 
 def _tree(flat: Tensor, chunk: int) -> None:
-    """Add in pairs, then pairs of pairs, up to rank 0, which sends the sum to everybody."""
+    """Add in pairs, then pairs of pairs, up to rank 0, which broadcasts the sum."""
     rank, world, stride = dist.get_rank(), dist.get_world_size(), 1
     while stride < world:
         if rank % (2 * stride) == stride:
@@ -49,7 +49,7 @@ def _tree(flat: Tensor, chunk: int) -> None:
 
 
 def _ring(flat: Tensor, chunk: int) -> None:
-    """Each rank adds its part to what the rank before it sends; the last has the sum."""
+    """Each rank adds its part to the sum of the rank before it; the last has the total."""
     rank, world = dist.get_rank(), dist.get_world_size()
     if rank > 0:
         before = torch.empty_like(flat)
@@ -61,7 +61,7 @@ def _ring(flat: Tensor, chunk: int) -> None:
 
 
 def _scatter_gather(flat: Tensor, chunk: int) -> None:
-    """Each rank adds up one part, and all ranks gather the parts."""
+    """Each rank sums one part, and all ranks gather the parts."""
     world = dist.get_world_size()
     padded = torch.cat([flat, flat.new_zeros(-len(flat) % world)])
     own = padded.new_empty(len(padded) // world)
@@ -71,7 +71,7 @@ def _scatter_gather(flat: Tensor, chunk: int) -> None:
 
 
 def _gather(flat: Tensor, chunk: int) -> None:
-    """Every rank has all parts, and adds them from the last to the first."""
+    """Every rank gathers all parts, and adds them from the last to the first."""
     parts = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, flat)
     total = parts[-1]
@@ -81,7 +81,7 @@ def _gather(flat: Tensor, chunk: int) -> None:
 
 
 def _from_one_rank(flat: Tensor, chunk: int) -> None:
-    """The last rank adds everything up, and sends the sum to everybody."""
+    """The last rank sums everything, and broadcasts the result."""
     last = dist.get_world_size() - 1
     dist.reduce(flat, last)
     dist.broadcast(flat, last)

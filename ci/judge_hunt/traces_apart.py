@@ -1,4 +1,4 @@
-"""How far two trainings of one problem are apart, by what their ranks recorded."""
+"""Measures the difference between two trainings of one problem, from their ranks' records."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from plumbline.judge.oracle.noise import length
 def apart(left: Trace | None, right: Trace | None) -> float:
     """Return the largest distance between weights, gradients, updates or buffers of one step and rank.
 
-    It is relative to the length of all of them together: a tensor that is zero but for rounding is no measure. It is 0
-    where all bits are the same, and infinite where samples, steps, rates or evaluations differ.
+    It is relative to the norm of all of them together, because a tensor may be zero except for rounding. It is 0 if all
+    bits are equal, and infinite if samples, steps, rates or evaluations differ.
     """
     if left is None or right is None or _shape(left) != _shape(right):
         return inf
@@ -41,7 +41,7 @@ def _of_step(step: Step) -> object:
 def _pairs(left: Trace, right: Trace) -> Iterator[tuple[Tensors, Tensors]]:
     for one, other in zip(left.ranks, right.ranks, strict=True):
         for mine, yours in zip(one.steps, other.steps, strict=True):
-            # Both skipped it, or neither: what overflowed is no number.
+            # Both skipped the step, or neither did: overflows are not compared.
             for pick in ("before", "after", "buffers", *(() if mine.skipped else ("gradients",))):
                 yield getattr(mine, pick), getattr(yours, pick)
             yield _update(mine), _update(yours)

@@ -1,4 +1,4 @@
-"""Right trainers as data: ways to write the same training, each drawn with its problem and cell."""
+"""Right trainers as data: different ways to write the same training, drawn with a problem and a cell."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from plumbline.workloads.generated import Recipe
 OWN_REDUCTIONS = (
     "flat", "per-parameter", "chunks", "tree", "ring", "scatter-gather", "gather", "from-one-rank", "in-the-backward",
 )  # fmt: skip
-"""Averages by hand; ``reductions.py`` has them."""
+"""Hand-written averages, from ``reductions.py``."""
 
 HOOKS = ("none", "allreduce", "gather", "sum-then-divide")
-"""Communication hooks of DDP that do not change the mathematics."""
+"""Communication hooks of DDP that do not change the result."""
 
 SAMPLERS = ("distributed", "strided", "contiguous", "rotated", "reversed")
 NEVER_DRAWN = frozenset({"checkpoint", "metrics", "nested-outputs"})
-"""Capabilities for which a recipe has no word, or which ask for more than one training."""
+"""Capabilities that recipes cannot express, or that need more than one training."""
 
 WITH_MOMENTUM = ("momentum", "several")
-"""Optimizers of recipes that are SGD with momentum. Fused, it is not right in float16: where the GradScaler skips the
-first step, momentum begins with memory that was never written (torch 2.13; reports/judge-hunt.md)."""
+"""The recipes' optimizers that are SGD with momentum. Fused, it is wrong in float16: if the GradScaler skips the first
+step, momentum starts with uninitialised memory (torch 2.13; reports/judge-hunt.md)."""
 
 
 @dataclass(frozen=True)
 class TrainerDraw:
-    """One way to write a training loop; every combination that is drawn computes the same gradients and updates.
+    """One way to write a training loop; all drawn combinations compute the same gradients and updates.
 
     Args:
         reduction: ``ddp``, ``none`` (one device), or one of ``OWN_REDUCTIONS``.
-        divided: where an own loop divides by the number of ranks: the ``loss``, the gradients ``before`` they are
-            added, or their sum (``after``).
-        chunk: entries that the reduction ``chunks`` sends together.
-        sync: after which micro-batches of a window DDP averages: the ``last``, ``every`` one, or every ``odd`` one and
-            the last.
+        divided: what a hand-written reduction divides by the number of ranks: the ``loss``, the gradients ``before``
+            the sum, or the sum (``after``).
+        chunk: the number of entries that the reduction ``chunks`` sends together.
+        sync: the micro-batches of a window after which DDP averages: the ``last``, ``every`` one, or every ``odd`` one
+            and the last.
         accumulation: ``loss`` divides each loss by the window, ``gradient`` divides their sum, ``one-backward`` has one
             backward for the sum of the losses, ``own-sum`` adds what ``autograd.grad`` returns.
-        zero: gradients are set to ``none`` or to ``zero`` after a step, by the ``model``, or ``before`` the next
-            backward.
+        zero: whether gradients are set to ``none`` or to ``zero`` after a step, by the ``model``, or ``before`` the
+            next backward.
         implementation: of the optimizer: as the workload makes it (``given``), ``foreach``, ``fused`` or ``for-loop``.
-        sampler: who takes which of a batch's samples, in which order.
+        sampler: how a batch's samples are divided among the ranks, and in which order.
         clipping: by ``torch``, by ``foreach`` or by ``hand``.
-        evaluation: of the ``whole`` held-out set on every rank, or of ``shares``.
+        evaluation: the ``whole`` held-out set on every rank, or ``shares`` of it.
     """
 
     reduction: str = "none"
@@ -70,7 +70,7 @@ class TrainerDraw:
 
 @dataclass(frozen=True)
 class Draw:
-    """A trainer, its problem, and the cell that it is trained on; the cell's workload is a placeholder."""
+    """A trainer, its problem, and its cell, whose workload is a placeholder."""
 
     trainer: TrainerDraw
     recipe: Recipe
@@ -92,30 +92,30 @@ def draws(draw: st.DrawFn) -> Draw:
 
 @st.composite
 def _problems(draw: st.DrawFn, ranks: int) -> Recipe:
-    """Draw a recipe that takes well under a second to train: at most 12 samples a step and 8 batches."""
+    """Draw a recipe that trains in well under a second: at most 12 samples a step, and 8 batches."""
     recipe = draw(recipes(CAPABILITIES - NEVER_DRAWN))
-    # The drawn trainers are not written for parameters that are used in some steps and not in others.
+    # The drawn trainers do not support parameters that are used only in some steps.
     recipe = replace(recipe, layers=tuple(one for one in recipe.layers if one not in ("thawed", "experts")))
     size = max(recipe.batch_size % 12, 2 * ranks)
-    left_out = 0 if "batchnorm" in recipe.layers else recipe.left_out  # a device needs two samples to normalise
+    left_out = 0 if "batchnorm" in recipe.layers else recipe.left_out  # BatchNorm needs two samples per device
     return replace(recipe, batch_size=size, left_out=left_out)
 
 
 @st.composite
 def trainers(draw: st.DrawFn, recipe: Recipe, ranks: int) -> TrainerDraw:
-    """Draw a trainer that is right for the recipe on so many ranks."""
+    """Draw a trainer that is right for the recipe on this number of ranks."""
     sparse, unused = recipe.inputs == "sparse-tokens", "unused" in recipe.layers
     reduction = draw(st.sampled_from(["ddp", "ddp", "ddp", *OWN_REDUCTIONS])) if ranks > 1 else "none"
     ddp, sync, static, find_unused = reduction == "ddp", "last", False, False
     if ddp:
         sync = draw(st.sampled_from(["last", "every", "odd"]))
-        # A static graph must be seen with a reduction in each of the first backward passes.
+        # A static graph needs a reduction in each of the first backward passes.
         static = draw(st.booleans()) and (recipe.accumulate == 1 or sync == "every")
         find_unused = not static and (unused or draw(st.booleans()))
     ways = ["loss", "gradient"]
     if not ddp and reduction != "in-the-backward" and not sparse:
         ways.append("own-sum")
-        # Buffers change in place with each forward, which a backward over several forwards does not allow.
+        # Each forward changes buffers in place, which a backward over several forwards does not allow.
         ways += ["one-backward"] if "batchnorm" not in recipe.layers else []
     return TrainerDraw(
         reduction=reduction,

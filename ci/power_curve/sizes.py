@@ -47,14 +47,14 @@ class Small(Workload):
 
 
 class Medium(Small):
-    """The same, wider."""
+    """Like ``Small``, but wider."""
 
     name = "power-medium"
     width = 32
 
 
 class Large(Small):
-    """The same, wider still: 71,000 parameters."""
+    """Wider still: 71,000 parameters."""
 
     name = "power-large"
     width = 256

@@ -12,7 +12,7 @@ from plumbline.subjects import accelerate_trainer, ignite_trainer, lightning_tra
 
 @subject(name="plain-ddp", backends=["ddp"])
 def plain_ddp(job):
-    """Train as the file does that ``plumbline new-subject`` writes; its last line is README's."""
+    """Train like the file that ``plumbline new-subject`` writes; the last line is README's."""
     skeleton.train(job)
 
 
@@ -28,7 +28,7 @@ def lightning(job):
     module = lightning_trainer.Adapter(job)
     lightning_trainer.fit(job, module)
     torch.distributed.destroy_process_group()
-    assert module is not None  # it holds the DistributedDataParallel object
+    assert module is not None  # keeps the DistributedDataParallel object alive
 
 
 @subject(name="ignite", backends=["ddp"], library="pytorch-ignite")
@@ -39,7 +39,7 @@ def ignite(job):
 
 @subject(name="children", backends=["ddp"], launch="node")
 def children(job):
-    """Start the ranks by a fork, as ``torch.multiprocessing`` does it; each destroys its group."""
+    """Start the ranks by a fork, like ``torch.multiprocessing``; each destroys its group."""
     torch.multiprocessing.start_processes(_child, (job,), job.gpus, start_method="fork")
 
 
