@@ -41,7 +41,7 @@ BROKEN = Finding("update", Outcome.ERRORED, "the check raised an error, so it ha
 
 
 def updates(numbers=(0, 1)):
-    """Return what is noted of a right step that moves the parameters with these numbers."""
+    """Return the notes on a right step that moves the parameters with these indices."""
     rows = [[number, 0.1, 0.2, 1.0, 1.0, 1.0, 0.0, 0.2] for number in numbers]
     told = {
         "class": "",
@@ -59,7 +59,7 @@ def updates(numbers=(0, 1)):
 def training(*findings, ranks=2, steps=4, optimizers=1, replayed=True, error="", facts=None, moved=(0, 1)):
     """Return a training with a replayed parameter of six entries, and one of two that was not replayed.
 
-    Steps move the parameters with the numbers ``moved``.
+    Steps move the parameters with the indices ``moved``.
     """
     local = torch.ones(8, dtype=torch.float64)
     exact = torch.tensor([1.0] * 6 + [torch.nan] * 2, dtype=torch.float64) if replayed else None

@@ -1,4 +1,4 @@
-"""Lets the tests of this folder import the modules beside them, such as ``observed_steps``."""
+"""Makes modules in this folder importable for its tests, such as ``observed_steps``."""
 
 from __future__ import annotations
 

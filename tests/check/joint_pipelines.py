@@ -1,4 +1,4 @@
-"""Pipelines, right ones and wrong ones: by schedules of torch, on meshes, and with stages that communicate."""
+"""Pipelines, right and wrong: with torch's schedules, on meshes, and with stages that communicate."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ STEPS = 4
 WIDTH = 16
 ROWS = 8
 MISTAKE = ""
-"""What the present training does wrong; "" is a right one."""
+"""The current training's mistake; "" for a right one."""
 
 _HAS_SCALING = "scale_grads" in inspect.signature(pipelining.Schedule1F1B).parameters
 _UNSCALED: dict[str, Any] = {"scale_grads": False} if _HAS_SCALING else {}
-"""Options of a schedule that leaves the gradients of a step as they are."""
+"""Options of a schedule that does not scale the gradients of a step."""
 
 Step = Callable[[Tensor, Tensor], None]
 
@@ -40,7 +40,7 @@ class Stage(nn.Module):
 
 
 class Sent(torch.autograd.Function):
-    """Activations go to a rank, and their gradient comes back."""
+    """Sends activations to a rank; the backward receives their gradient."""
 
     @staticmethod
     def forward(context: Any, values: Tensor, to: int) -> Tensor:
@@ -100,7 +100,7 @@ def _communicating() -> tuple[list[nn.Module], Step]:
 
 
 def _scheduled(kind: str) -> tuple[list[nn.Module], Step]:
-    """Train the stages of this rank with a schedule of torch: one stage, or two."""
+    """Train this rank's stages, one or two, with one of torch's schedules."""
     rank, world = dist.get_rank(), dist.get_world_size()
     schedule: Any = getattr(pipelining, f"Schedule{kind}")
     has_one = "stage" in inspect.signature(schedule).parameters
@@ -121,7 +121,7 @@ def _of_two(kind: str, loss: Callable[[Tensor, Tensor], Tensor], **options: bool
 
 
 def _accumulated() -> tuple[list[nn.Module], Step]:
-    """Two stages that run the schedule twice before each step, with a loss that is divided by all micro-batches."""
+    """Two stages that run the schedule twice before each step, with a loss divided by all micro-batches."""
     modules, step = _of_two("1F1B", lambda values, targets: functional.mse_loss(values, targets) / 8, **_UNSCALED)
 
     def twice(rows: Tensor, targets: Tensor) -> None:
@@ -132,7 +132,7 @@ def _accumulated() -> tuple[list[nn.Module], Step]:
 
 
 def _summed(kind: str) -> tuple[list[nn.Module], Step]:
-    """Two stages whose loss is a sum, and whose gradients are then divided by the number of its terms."""
+    """Two stages with a summed loss; gradients are then divided by its number of terms."""
     modules, step = _of_two(kind, partial(functional.mse_loss, reduction="sum"), **_UNSCALED)
 
     def divided(rows: Tensor, targets: Tensor) -> None:
@@ -144,7 +144,7 @@ def _summed(kind: str) -> tuple[list[nn.Module], Step]:
 
 
 def _clip(parameters: list[nn.Parameter]) -> None:
-    """Clip by hand to the norm of all stages."""
+    """Clip by hand by the norm of all stages."""
     square = torch.stack([one.grad.square().sum() for one in parameters]).sum()
     dist.all_reduce(square)
     for one in parameters:
@@ -161,7 +161,7 @@ class LastStage(Stage):
 
 
 def _alike() -> tuple[list[nn.Module], Step]:
-    """Two stages of which the second begins as a copy of the first, with a layer more."""
+    """Two stages; the second starts as a copy of the first, with one more layer."""
     rank = dist.get_rank()
     first, second = Stage(), LastStage()
     second.load_state_dict(first.state_dict(), strict=False)
@@ -180,7 +180,7 @@ def _alike() -> tuple[list[nn.Module], Step]:
 
 
 def _in_parts() -> tuple[list[nn.Module], Step]:
-    """A mesh of two stages, each of which lies on two ranks."""
+    """A mesh of two stages, each on two ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "tensor"))
     place = mesh["stage"].get_local_rank()
     torch.manual_seed(place)
@@ -191,7 +191,7 @@ def _in_parts() -> tuple[list[nn.Module], Step]:
 
 
 class OneLayer(nn.Module):
-    """The first or the last stage of a model whose first and last matrices are one."""
+    """The first or the last stage of a model whose first and last layers share a weight."""
 
     def __init__(self, stage: nn.Module, layer: nn.Linear, *, is_last: bool) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ class OneLayer(nn.Module):
 
 
 def _tied() -> tuple[list[nn.Module], Step]:
-    """Two stages that are cut out of copies of a model, whose first and last layers share a weight."""
+    """Two stages cut out of copies of a model whose first and last layers share a weight."""
     rank = dist.get_rank()
     first, last = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
     model = nn.ModuleList([OneLayer(Stage(), first, is_last=False), OneLayer(Stage(), last, is_last=True)])
@@ -227,7 +227,7 @@ def _tied() -> tuple[list[nn.Module], Step]:
 
 
 def _equal() -> tuple[list[nn.Module], Step]:
-    """Two stages that are built on their own ranks, whose first and last weights get the same values."""
+    """Two stages built on their own ranks, whose first and last weights get the same values."""
     rank = dist.get_rank()
     torch.manual_seed(rank)
     layer = nn.Linear(WIDTH, WIDTH, bias=False)
@@ -246,7 +246,7 @@ def _equal() -> tuple[list[nn.Module], Step]:
 
 
 def _replicas() -> tuple[list[nn.Module], Step]:
-    """Two pipelines, each with rows of its own, whose gradients are averaged."""
+    """Two pipelines with different rows, whose gradients are averaged."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "stage"))
     place, replica = mesh["stage"].get_local_rank(), mesh["data"].get_local_rank()
     torch.manual_seed(place)
@@ -260,10 +260,10 @@ def _replicas() -> tuple[list[nn.Module], Step]:
             one /= 2
 
     def averaged(rows: Tensor, targets: Tensor) -> None:
-        # Local SGD averages weights in the place of gradients.
+        # Local SGD averages weights instead of gradients.
         if MISTAKE == "weights-averaged":
             average([one.data for one in module.parameters()])
-        step(rows.roll(replica, 1), targets)  # the norm would take a shift away
+        step(rows.roll(replica, 1), targets)  # the norm would remove a shift
         if not MISTAKE:
             average([one.grad for one in module.parameters()])
 
@@ -271,7 +271,7 @@ def _replicas() -> tuple[list[nn.Module], Step]:
 
 
 def _freed() -> tuple[list[nn.Module], Step]:
-    """Two stages by hand that free what they have sent, and call autograd's engine, as Megatron-LM does."""
+    """Two hand-written stages that free what they have sent, and call autograd's engine, like Megatron-LM."""
     rank = dist.get_rank()
     stage = [Stage(), Stage(4)][rank]
 
@@ -302,7 +302,7 @@ def _freed() -> tuple[list[nn.Module], Step]:
 
 
 def _converted(sent_as: torch.dtype) -> tuple[list[nn.Module], Step]:
-    """Two stages by hand under autocast, whose 16-bit outputs are converted before they are sent."""
+    """Two hand-written stages under autocast, whose 16-bit outputs are converted before they are sent."""
     rank = dist.get_rank()
     stage = [Stage(), Stage(4)][rank]
 
@@ -326,7 +326,7 @@ def _converted(sent_as: torch.dtype) -> tuple[list[nn.Module], Step]:
 
 
 def _beside() -> tuple[list[nn.Module], Step]:
-    """Two stages by hand, of which the first also sends what it computes from its output outside of the module."""
+    """Two hand-written stages; the first also sends a tensor that it computes from its output outside the module."""
     rank = dist.get_rank()
     stage = [Stage(), Stage(4)][rank]
 
@@ -440,7 +440,7 @@ def _step(schedule: Any, stages: list[Any]) -> Step:
 
 
 def run(scene: str, mistake: str = "") -> None:
-    """Train on the ranks of the present process group."""
+    """Train on the ranks of the current process group."""
     global MISTAKE
     MISTAKE = mistake
     torch.manual_seed(0)

@@ -1,6 +1,6 @@
-"""Trainings whose ranks compute one forward together, right ones and wrong ones.
+"""Trainings whose ranks compute one forward together, right and wrong.
 
-Each is written as people write it by hand or with torch, and takes three steps.
+Each is written as users would write it, by hand or with torch, and takes three steps.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ STEPS = 3
 WIDTH = 16
 ROWS = 8
 MISTAKE = ""
-"""What the present training does wrong; "" is a right one."""
+"""The current training's mistake; "" for a right one."""
 
 GROUP: Any = None
-"""The ranks among which layers are divided; None for all ranks."""
+"""The ranks over which layers are divided; None for all ranks."""
 
 SEEN: list[float] = []
-"""What models have seen."""
+"""The batches that models have seen."""
 
 
 class Copied(torch.autograd.Function):
-    """The same activations on every rank: their gradient is the sum over ranks."""
+    """Copies activations to every rank; the backward sums gradients over the ranks."""
 
     @staticmethod
     def forward(context: Any, values: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ class Copied(torch.autograd.Function):
 
 
 class Summed(torch.autograd.Function):
-    """The sum of all ranks' activations: each gets the gradient as it is."""
+    """Sums all ranks' activations; the backward passes the gradient on unchanged."""
 
     @staticmethod
     def forward(context: Any, values: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def exchanged(values: Tensor) -> Tensor:
 
 
 class Started(torch.autograd.Function):
-    """The first half of an exchange, which others can overlap; the halves share state."""
+    """The first half of an exchange that can be overlapped; the two halves share state."""
 
     pending: Any = None
     returned: Tensor
@@ -131,7 +131,7 @@ class Gathered(torch.autograd.Function):
 
 
 class Shifted(torch.autograd.Function):
-    """The neighbour's keys and values, as in ring attention."""
+    """Receives the neighbour's keys and values, as in ring attention."""
 
     @staticmethod
     def forward(context: Any, values: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ def _shifted(values: Tensor, by: int) -> Tensor:
 
 
 class Megatron(nn.Module):
-    """A block whose middle layer lies on all ranks, each with its part, between layers that every rank holds whole."""
+    """A block whose middle layer is divided over all ranks, between replicated layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,9 +175,9 @@ class Megatron(nn.Module):
 
 
 class GatheredColumns(nn.Module):
-    """A layer of which each rank has some columns of the outputs; it gathers them, and inserts its own again.
+    """A layer whose output columns are divided over the ranks; it gathers them, and inserts its own again.
 
-    That has the gradient of one loss, which all ranks compute, although what is gathered has none.
+    This has the right gradient for one loss that all ranks compute, although gathered columns have no gradient.
     """
 
     def __init__(self) -> None:
@@ -195,7 +195,7 @@ class GatheredColumns(nn.Module):
 
 
 class Scattered(torch.autograd.Function):
-    """The sum of all ranks' rows, of which each rank keeps its own."""
+    """Sums all ranks' rows, and keeps this rank's rows of the sum."""
 
     @staticmethod
     def forward(context: Any, values: Tensor) -> Tensor:
@@ -207,7 +207,7 @@ class Scattered(torch.autograd.Function):
 
 
 class Collected(torch.autograd.Function):
-    """All rows, of which each rank has the gradient of its own."""
+    """Gathers all rows; the backward keeps the gradient of this rank's rows."""
 
     @staticmethod
     def forward(context: Any, values: Tensor) -> Tensor:
@@ -223,7 +223,7 @@ def _own_rows(values: Tensor) -> Tensor:
 
 
 class Column(nn.Module):
-    """A layer whose outputs lie on all ranks, each with its part."""
+    """A layer whose outputs are divided over all ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,7 +236,7 @@ class Column(nn.Module):
 
 
 class Row(nn.Module):
-    """A layer whose inputs lie on all ranks. Every rank adds the whole bias to its own rows of the sum."""
+    """A layer whose inputs are divided over all ranks; each rank adds the whole bias to its own rows of the sum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,7 +249,7 @@ class Row(nn.Module):
 
 
 class RowsOnAllRanks(nn.Module):
-    """A block whose rows lie on all ranks, but for its middle layers, which do themselves."""
+    """A block whose rows are divided over all ranks, with tensor-parallel middle layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -262,7 +262,7 @@ class RowsOnAllRanks(nn.Module):
 
 
 def _added_up(model: nn.Module) -> None:
-    """Add up the gradients of what all ranks hold, which are those of their own rows."""
+    """Sum the gradients of replicated parameters, which come from each rank's own rows."""
     for name, one in model.named_parameters():
         is_forgotten = MISTAKE == "bias-of-rows-not-reduced" and name == "down.bias"
         if name not in ("up.weight", "up.bias", "down.weight") and not is_forgotten:
@@ -270,7 +270,7 @@ def _added_up(model: nn.Module) -> None:
 
 
 def once(model: nn.Module, first: int = 1) -> nn.Module:
-    """Return a model that refuses to see a batch again, before it communicates, on all ranks from ``first`` on."""
+    """Return a model that refuses to see a batch again before it communicates, on all ranks from ``first`` on."""
     forward = model.forward
 
     def refusing(values: Tensor) -> Any:
@@ -298,7 +298,7 @@ class Deep(nn.Module):
 
 
 class Experts(nn.Module):
-    """Every row goes to the expert of each rank, weighted by a router."""
+    """Sends every row to each rank's expert, weighted by a router."""
 
     begin_apart = True
 
@@ -326,7 +326,7 @@ class OverlappingExperts(Experts):
 
 
 class WrappedExperts(Experts):
-    """Only the layers that all ranks hold are in DistributedDataParallel objects."""
+    """Wraps only the replicated layers in DistributedDataParallel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -347,7 +347,7 @@ class Holder(nn.Module):
 
 
 class AddedLoss(torch.autograd.Function):
-    """Adds a loss to the training without changing any values: its backward starts a gradient there."""
+    """Adds a loss to the training without changing any values: its backward starts a gradient here."""
 
     @staticmethod
     def forward(context: Any, values: Tensor, loss: Tensor) -> Tensor:
@@ -365,7 +365,7 @@ class BalancedExperts(Experts):
 
 
 class Watched(Megatron):
-    """Adds a loss on a path that is only watched, so that its gradient never starts."""
+    """Adds a loss on a path that is only logged, so its gradient never starts."""
 
     def forward(self, values: Tensor) -> Tensor:
         features = self.first(values)
@@ -407,7 +407,7 @@ class ChoosingExperts(AlikeExperts):
 
 
 class Branches(nn.Module):
-    """Every rank builds all branches, and computes its own."""
+    """Every rank builds all branches, but computes only its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -418,7 +418,7 @@ class Branches(nn.Module):
 
 
 class Checkpointed(Megatron):
-    """Recomputes its activations in the backward pass; half of what it begins with counts as constant."""
+    """Recomputes activations in the backward; half of its input counts as constant."""
 
     def forward(self, values: Tensor) -> Tensor:
         return checkpoint(self.rest, self.first(values), use_reentrant=True)
@@ -428,7 +428,7 @@ class Checkpointed(Megatron):
 
 
 class Padded(Megatron):
-    """Embeds tokens, of which the padding has a row without a gradient."""
+    """Embeds tokens; the row of padding has no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -439,7 +439,7 @@ class Padded(Megatron):
 
 
 class Flexible(Megatron):
-    """Calls an operator of higher order, which has no schema; on CPUs, this one has no backward."""
+    """Calls a higher-order operator, which has no schema; on CPUs, it has no backward."""
 
     def forward(self, values: Tensor) -> Tensor:
         heads = values[None, None]
@@ -454,7 +454,7 @@ class Quantized(Megatron):
 
 
 class Variance(nn.Module):
-    """A loss of the statistics over all ranks, as of VICReg."""
+    """A loss of statistics over all ranks, as in VICReg."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -465,7 +465,7 @@ class Variance(nn.Module):
 
 
 class Similarity(Variance):
-    """Features against those of all ranks, to which no gradient goes, and against a target that is detached."""
+    """Compares features with those of all ranks, which get no gradient, and with a detached target."""
 
     def forward(self, values: Tensor) -> Tensor:
         own = self.net(values)
@@ -478,7 +478,7 @@ class Similarity(Variance):
 
 
 class Rounded(torch.autograd.Function):
-    """A rounding that passes gradients on: a derivative of its own."""
+    """Rounds, and passes gradients through: a custom derivative."""
 
     @staticmethod
     def forward(context: Any, values: Tensor) -> Tensor:
@@ -495,7 +495,7 @@ class Quantised(Megatron):
 
 
 class Reversed(Megatron):
-    """Gradients change their sign on the way to the first layer, as in adversarial training."""
+    """Flips the sign of gradients on the way to the first layer, as in adversarial training."""
 
     def forward(self, values: Tensor) -> Tensor:
         values = self.first(values)
@@ -530,7 +530,7 @@ class Block(nn.Module):
 
 
 class GatheredHead(nn.Module):
-    """A sharded head whose weight is gathered without its module's forward, as losses in chunks do it."""
+    """A sharded head whose weight is gathered without its module's forward, as in chunked losses."""
 
     def __init__(self, *, is_frozen: bool = False, replicas: int = 1) -> None:
         from torch.distributed.fsdp import fully_shard
@@ -599,7 +599,7 @@ def _tripled_on_a_rank(model: Any) -> None:
 
 
 def _clipped(model: nn.Module) -> None:
-    """Clip with a norm that counts what all ranks hold once, or once for each rank."""
+    """Clip by a norm that counts replicated parameters once, or once for each rank."""
     parts = ("up", "down", "bias")
     lengths = torch.zeros(2, dtype=torch.float64)
     for name, one in model.named_parameters():
@@ -620,7 +620,7 @@ def _tensor_parallel() -> nn.Module:
 
 
 class Scaled(Block):
-    """A block whose hidden units have factors, of which each rank has its own as a plain parameter."""
+    """A block with a factor per hidden unit; each rank has its own factors as a plain parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -692,11 +692,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], None], int]] = 
     "scaled-tensor-parallel": (_scaled_tensor_parallel, _nothing, 0),
     "sharded-tensor-parallel": (_sharded_tensor_parallel, _nothing, 2),
 }
-"""Models, what is done with their gradients, and how many neighbouring ranks see the same samples: 0 is all of them."""
+"""Models, changes to their gradients, and how many neighbouring ranks see the same samples (0: all)."""
 
 
 def clip(model: nn.Module, in_parts: set[str]) -> None:
-    """Clip by the norm of all parameters, some of which are in parts, or as the mistake does."""
+    """Clip by the norm of all parameters, divided or not, or as the mistake does."""
     if MISTAKE == "clipped-by-one-factor":
         for one in model.parameters():
             one.grad *= 0.7
@@ -715,7 +715,7 @@ def clip(model: nn.Module, in_parts: set[str]) -> None:
     square = torch.stack([gradients[name].square().sum() for name in counted]).sum()
     dist.all_reduce(square)
     square += sum(one.square().sum() for name, one in gradients.items() if name not in counted)
-    for one in model.parameters():  # DTensors and others cannot be clipped together
+    for one in model.parameters():  # DTensors and plain tensors cannot be clipped together
         if MISTAKE == "clipped-by-hand":
             if one.grad is not None:
                 one.grad *= 0.1 / square.sqrt()
@@ -805,7 +805,7 @@ def _by_hand(stage: nn.Module) -> Callable[[Tensor, Tensor], None]:
 
 
 def _with_buffers(stage: nn.Module) -> Callable[[Tensor, Tensor], None]:
-    """Receive into the same memory each time, and compute with copies of it, as DeepSpeed does."""
+    """Receive into the same memory each time, and compute with copies of it, like DeepSpeed."""
     received, gradient = torch.empty(ROWS, WIDTH), torch.empty(ROWS, WIDTH)
 
     def step(rows: Tensor, targets: Tensor) -> None:
@@ -825,7 +825,7 @@ def _with_buffers(stage: nn.Module) -> Callable[[Tensor, Tensor], None]:
 
 
 def run(scene: str, mistake: str = "") -> list[float]:
-    """Train on the ranks of the present process group, and return the losses."""
+    """Train on the ranks of the current process group, and return the losses."""
     global MISTAKE
     MISTAKE = mistake
     torch.manual_seed(0)

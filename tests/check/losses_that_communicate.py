@@ -1,4 +1,4 @@
-"""Losses that communicate, as functions of outputs and as parts of a model; and modules that are run otherwise."""
+"""Losses that communicate, as functions of outputs or inside models, and modules that are run in unusual ways."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ STEPS = 4
 WIDTH = 16
 ROWS = 8
 MISTAKE = ""
-"""What the present training does wrong; "" is a right one."""
+"""The current training's mistake; "" for a right one."""
 
 PAIRS = {"parts": [[0, 1], [2, 3]], "replicas": [[0, 2], [1, 3]]}
-"""The process groups of four ranks among which a model is divided, and those that hold the same part."""
+"""The process groups of four ranks over which a model is divided, and those of ranks with the same part."""
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Gathered(torch.autograd.Function):
-    """The rows of all ranks."""
+    """Gathers the rows of all ranks."""
 
     @staticmethod
     def forward(context: Any, rows: Tensor) -> Tensor:
@@ -46,13 +46,13 @@ class Gathered(torch.autograd.Function):
         return gradient.chunk(dist.get_world_size())[dist.get_rank()]
 
 
-keep_functions_patched()  # as `plumbline check` does when torch is imported
+keep_functions_patched()  # like `plumbline check` when torch is imported
 gather = Gathered.apply
-"""As scripts keep it: it was looked up before anything is recorded."""
+"""Looked up before recording starts, as in scripts that keep a reference."""
 
 
 class Statistics(torch.autograd.Function):
-    """The sum over all ranks."""
+    """Sums over all ranks."""
 
     @staticmethod
     def forward(context: Any, values: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class Statistics(torch.autograd.Function):
 
 
 class Straight(torch.autograd.Function):
-    """Rows rounded to the mean over ranks, whose gradient passes as it is: a derivative of its own, on purpose."""
+    """Rounds rows to the mean over ranks, and passes the gradient through: an intended custom derivative."""
 
     @staticmethod
     def forward(context: Any, rows: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class Encoders(nn.Module):
 
 
 def contrast(ours: Tensor, theirs: Tensor, scale: Tensor, *, by_torch: bool = False) -> Tensor:
-    """Own rows against those of all ranks, as in CLIP."""
+    """Compare own rows with those of all ranks, as in CLIP."""
     if by_torch:
         every = [torch.cat(with_gradients.all_gather(one)) for one in (ours, theirs)]
     else:
@@ -107,13 +107,13 @@ def contrast(ours: Tensor, theirs: Tensor, scale: Tensor, *, by_torch: bool = Fa
 
 
 def variance(ours: Tensor, theirs: Tensor, scale: Tensor) -> Tensor:
-    """The statistics of all rows on every rank, as in VICReg."""
+    """Compute the statistics of all rows on every rank, as in VICReg."""
     every = [Gathered.apply(one) for one in (ours, theirs)]
     return functional.mse_loss(*every) * scale + sum((1 - one.var(0).sqrt()).relu().mean() for one in every)
 
 
 def correlation(ours: Tensor, theirs: Tensor, scale: Tensor, *, in_place: bool = False) -> Tensor:
-    """The correlation over all rows, as in Barlow Twins: its own code adds it up in place."""
+    """Compute the correlation over all rows, as in Barlow Twins, which sums it in place with its own code."""
     found = ours.T @ theirs / (len(ours) * dist.get_world_size())
     if in_place:
         dist.all_reduce(found)
@@ -123,7 +123,7 @@ def correlation(ours: Tensor, theirs: Tensor, scale: Tensor, *, in_place: bool =
 
 
 def printed(ours: Tensor, theirs: Tensor, scale: Tensor) -> Tensor:
-    """A loss that is added up in place, to be printed."""
+    """A loss that is summed in place, to be printed."""
     loss = functional.mse_loss(ours * scale, theirs)
     dist.all_reduce(loss)
     return loss
@@ -154,7 +154,7 @@ class Inside(nn.Module):
 
 
 class Normalised(nn.Module):
-    """A norm of the rows of all ranks, as SyncBatchNorm."""
+    """Normalises over the rows of all ranks, like SyncBatchNorm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class Normalised(nn.Module):
 
 
 class Recomputed(joint_scenes.Megatron):
-    """The layer in parts inside an activation checkpoint, with dropout."""
+    """A divided layer inside an activation checkpoint, with dropout."""
 
     def __init__(self, *, reentrant: bool) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class Recomputed(joint_scenes.Megatron):
 
 
 class Likelihood(torch.autograd.Function):
-    """The cross-entropy of logits that lie on all ranks, a part of the classes on each, as Megatron computes it."""
+    """Cross-entropy of logits whose classes are divided over the ranks, as in Megatron."""
 
     @staticmethod
     def forward(context: Any, logits: Tensor, classes: Tensor) -> Tensor:
@@ -212,7 +212,7 @@ class Likelihood(torch.autograd.Function):
 
 
 class Vocabulary(nn.Module):
-    """A head of which each rank has the rows of some classes."""
+    """A head whose classes are divided over the ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ class Vocabulary(nn.Module):
 
 
 class Added(nn.Module):
-    """A bias for the classes of this rank, which begins as that of any other."""
+    """A bias for this rank's classes, which starts equal on all ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 
 
 def run(scene: str, mistake: str = "") -> None:
-    """Train on the ranks of the present process group: a loss, one ``inside`` the model, or one of ``MODULES``."""
+    """Train on the ranks of the current process group: with a loss, one ``inside`` the model, or one of ``MODULES``."""
     global MISTAKE
     MISTAKE = joint_scenes.MISTAKE = mistake
     torch.manual_seed(0)
@@ -267,7 +267,7 @@ def run(scene: str, mistake: str = "") -> None:
 
 
 def train_in_pairs(mistake: str = "") -> None:
-    """Train two replicas of ``Vocabulary``, each divided between two of four ranks, and average them by hand."""
+    """Train two replicas of ``Vocabulary``, each divided over two of four ranks, and average them by hand."""
     global MISTAKE
     MISTAKE = mistake
     groups = {kind: [dist.new_group(ranks) for ranks in every] for kind, every in PAIRS.items()}

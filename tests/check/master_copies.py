@@ -1,4 +1,4 @@
-"""Copies of a model's weights that optimizers step: whole ones, flat ones, and a run of them on each rank."""
+"""Copies of a model's weights for optimizers: whole, flat, and a run of the flat copy on each rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.nn import functional
 
 
 class Whole:
-    """A float32 copy of each parameter, as apex makes them; ``group`` has the ranks that hold the same parameters."""
+    """A float32 copy of each parameter, like apex's; ``group`` has the ranks with the same parameters."""
 
     def __init__(self, weights, group=None):
         self.weights, self.group = list(weights), group
@@ -28,7 +28,7 @@ class Whole:
 
 
 class Flat(Whole):
-    """One float32 copy of all parameters, one after the other."""
+    """One flat float32 copy of all parameters."""
 
     def copied(self):
         return [nn.Parameter(self.run(self.joined(self.weights)).float().clone())]
@@ -53,7 +53,7 @@ class Flat(Whole):
 
 
 class Sharded(Flat):
-    """A run of the flat copy on each rank, as ZeRO makes them."""
+    """A run of the flat copy on each rank, like ZeRO's."""
 
     def run(self, flat):
         return flat.chunk(dist.get_world_size(self.group))[dist.get_rank(self.group)]
@@ -66,7 +66,7 @@ class Sharded(Flat):
 
 
 class Backwards(Sharded):
-    """The same with the parameters in the order in which their gradients are ready, as Megatron's buffers have it."""
+    """The same with parameters in the order in which their gradients are ready, like Megatron's buffers."""
 
     def __init__(self, weights, group=None):
         super().__init__(reversed(list(weights)), group)
@@ -76,7 +76,7 @@ class Backwards(Sharded):
 
 
 class VectorsLast(Sharded):
-    """All matrices, and then all vectors, most of which begin with equal values."""
+    """All matrices, then all vectors; most vectors start with equal values."""
 
     def __init__(self, weights, group=None):
         weights = list(weights)
@@ -102,7 +102,7 @@ class VectorsNotCopiedBack(Whole):
 
 
 class Mixed(Whole):
-    """Copies in an order that says nothing about which belongs to which parameter."""
+    """Copies in an order that does not show which parameter each belongs to."""
 
     @property
     def stepped(self):

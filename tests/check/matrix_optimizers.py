@@ -1,4 +1,4 @@
-"""Trainings with optimizers that act on whole matrices, on shards or divided over ranks, and such optimizers."""
+"""Optimizers that act on whole matrices, sharded or divided over ranks, and trainings with them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.optim.optimizer import Optimizer
 
 
 def orthogonal(matrix: Tensor, steps: int = 5) -> Tensor:
-    """The Newton-Schulz iteration in bfloat16, as Muon has it."""
+    """Run Muon's Newton-Schulz iteration in bfloat16."""
     x = matrix.bfloat16()
     if is_tall := x.size(-2) > x.size(-1):
         x = x.mT
@@ -36,9 +36,9 @@ def muon_update(gradient: Tensor, momentum: Tensor, beta: float = 0.9) -> Tensor
 
 
 class Divided(Optimizer):
-    """Muon whose matrices are divided over ranks: each owner steps its own, and the weights are gathered.
+    """Muon whose matrices are divided over ranks: each owner steps its own, and weights are gathered.
 
-    ``mistake`` changes that in one way.
+    ``mistake`` changes one thing.
     """
 
     def __init__(self, params: Any, lr: float = 0.02, weight_decay: float = 0.1, mistake: str = "") -> None:
@@ -72,7 +72,7 @@ class Divided(Optimizer):
 
 
 class Gathered(Divided):
-    """The same, but weights are gathered, as KellerJordan's Muon does."""
+    """The same with weights gathered like in KellerJordan's Muon."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -97,7 +97,7 @@ class Gathered(Divided):
 
 
 class ByRow(Optimizer):
-    """Scales each row, by a state that it makes without naming a dtype."""
+    """Scales each row by a state whose dtype is not specified."""
 
     def __init__(self, params: Any, lr: float = 0.02) -> None:
         super().__init__(params, {"lr": lr})
@@ -112,7 +112,7 @@ class ByRow(Optimizer):
 
 
 class Stacked(Optimizer):
-    """Muon over matrices of one shape: each rank has some rows of their stack, and of the momentum's, as nanochat."""
+    """Muon over a stack of matrices of one shape: each rank has some rows, and their momentum, as in nanochat."""
 
     def __init__(self, params: Any, lr: float = 0.02) -> None:
         super().__init__(params, {"lr": lr})
@@ -137,7 +137,7 @@ class Stacked(Optimizer):
 
 
 class OnShards(Optimizer):
-    """Muon over DTensors: gathers the matrix, or not (``mistake``), and steps its shard."""
+    """Muon over DTensors: gathers the matrix (unless it has the ``mistake``), and steps its shard."""
 
     def __init__(self, params: Any, lr: float = 0.02, weight_decay: float = 0.1, mistake: str = "") -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
@@ -169,7 +169,7 @@ class OnShards(Optimizer):
 
 
 class LocalLion(Optimizer):
-    """Steps each entry alone, on local shards, and keeps its momentum in plain tensors."""
+    """Steps each entry by itself, on local shards, with momentum in plain tensors."""
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
         super().__init__(params, {"lr": lr})
@@ -185,7 +185,7 @@ class LocalLion(Optimizer):
 
 
 class Whole(Optimizer):
-    """An optimizer that steps each whole matrix; of a DTensor it gathers the gradient, and keeps a whole state."""
+    """Steps whole matrices; for a DTensor, gathers the gradient and keeps whole state."""
 
     def __init__(self, params: Any, lr: float = 0.01, every: int = 1) -> None:
         super().__init__(params, {"lr": lr, "every": every})
@@ -206,7 +206,7 @@ class Whole(Optimizer):
 
 
 class Shampoo(Whole):
-    """Gupta, Koren, Singer 2018: the gradient between the inverse fourth roots of its two second moments."""
+    """Gupta, Koren, Singer 2018: multiplies the gradient by inverse fourth roots of its two second moments."""
 
     def update(self, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
         if not state:
@@ -225,7 +225,7 @@ class Shampoo(Whole):
 
 
 class Soap(Whole):
-    """Vyas et al. 2024: Adam in the eigenbasis of Shampoo's second moments; the first step only begins these."""
+    """Vyas et al. 2024: Adam in the eigenbasis of Shampoo's second moments, which the first step only initialises."""
 
     def update(self, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
         first = not state
@@ -262,7 +262,7 @@ def training(
     make: Callable[[Any], Optimizer], wrap: Callable[[nn.Sequential], nn.Module], *, sizes: Any = SIZES, steps: int = 3,
     between: Callable[[Optimizer], None] = lambda optimizer: None, dtype: torch.dtype = torch.float32, same: int = 1,
 ) -> Callable[[], None]:  # fmt: skip
-    """Return a training of a perceptron; ``same``: ranks that have the same samples."""
+    """Return a training of a perceptron; ``same``: ranks with the same samples."""
 
     def train() -> None:
         model = wrap(perceptron(*sizes).to(dtype))

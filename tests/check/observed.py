@@ -1,4 +1,4 @@
-"""A small recorder for tests: it calls observers as the recorder of a user's script does, and keeps what they note."""
+"""A small recorder for tests: it calls observers like the recorder of a user's script, and keeps their notes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from plumbline.recording.pause import paused
 
 
 class Observed:
-    """Records what a training function does with one optimizer at a time and modules that it names."""
+    """Records a training function that has one optimizer at a time, and modules that it names."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self.observers = observers
@@ -28,7 +28,7 @@ class Observed:
             observer.start()
 
     def follow(self, module: nn.Module) -> None:
-        """Announce each forward of a module, and its end; hooks run inside of a wrapper."""
+        """Announce the start and end of each forward of a module; hooks run inside a wrapper."""
 
         def begins(module: nn.Module, args: Any, kwargs: Any) -> None:
             if torch.is_grad_enabled():
@@ -96,5 +96,5 @@ def _received(parameter: Tensor) -> Tensor:
 
 
 def _own(tensor: Any) -> Tensor:
-    """Return the part of a distributed tensor that this rank has."""
+    """Return this rank's part of a distributed tensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor

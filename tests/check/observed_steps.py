@@ -1,4 +1,4 @@
-"""A training loop whose optimizer steps are observed, for the tests of observers; and rank functions on gloo."""
+"""A training loop whose optimizer steps are observed, for tests of observers; and rank functions on gloo."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ follow_added_parameters(lambda optimizer: [one.optimizer_made(optimizer) for one
 
 
 class Watch:
-    """Stands for the recorder: calls the observers, and keeps the steps. All passes since a step belong to the next."""
+    """Stands in for the recorder: calls observers and keeps steps. All passes since a step belong to the next."""
 
     def __init__(self) -> None:
         self.steps: list[RecordedStep] = []
@@ -140,7 +140,7 @@ def watching() -> Iterator[Watch]:
 
 
 def recorded(script: Callable[[], object]) -> RecordedTraining:
-    """What a script in this process leaves."""
+    """Return the recording of a script in this process."""
     torch.manual_seed(0)
     with watching() as watch:
         script()
@@ -148,7 +148,7 @@ def recorded(script: Callable[[], object]) -> RecordedTraining:
 
 
 def recorded_on_ranks(script: Callable[[int], object], ranks: int = 2) -> RecordedTraining:
-    """What a script leaves on forked ranks with a gloo group; called with the rank."""
+    """Return the recordings of a script on forked ranks with a gloo group; it is called with the rank."""
     with tempfile.TemporaryDirectory() as folder:
         children = []
         for rank in range(ranks):
@@ -163,7 +163,7 @@ def recorded_on_ranks(script: Callable[[int], object], ranks: int = 2) -> Record
 
 
 def _run(script: Callable[[int], object], rank: int, ranks: int, folder: str) -> None:
-    """Run a rank, and end its process without what pytest would do at an exit."""
+    """Run a rank, and end its process without pytest's exit handlers."""
     code = 1
     try:
         torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Trainings of two ranks on gloo, right ones and wrong ones."""
+"""Trainings of two ranks on gloo, right and wrong."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # which the first optimizer imports: so once, and not on each rank
+import torch._dynamo  # the first optimizer imports it; import it once here instead of on each rank
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -34,7 +34,7 @@ WORLD = 2
 
 
 class CopiedActivations(torch.autograd.Function):
-    """The same activations on every rank of a group: their gradient is the sum over its ranks."""
+    """Copies activations to every rank of a group; the backward sums gradients over the group."""
 
     @staticmethod
     def forward(context: Any, values: Tensor, group: Any) -> Tensor:
@@ -49,7 +49,7 @@ class CopiedActivations(torch.autograd.Function):
 
 
 class SummedActivations(torch.autograd.Function):
-    """The sum of a group's activations: each of its ranks gets the gradient as it is."""
+    """Sums a group's activations; the backward passes the gradient on unchanged."""
 
     @staticmethod
     def forward(context: Any, values: Tensor, group: Any) -> Tensor:
@@ -126,21 +126,21 @@ def right_by_hand(recorder: Observed, rank: int) -> None:
 
 
 def right_alone(recorder: Observed, rank: int) -> None:
-    """Each rank trains a model of its own, on the same data: a search over seeds."""
+    """Each rank trains its own model on the same data: a search over seeds."""
     model = _model(rank)
     recorder.follow(model)
     _fit(recorder, model, DataLoader(_data(), 4))
 
 
 def right_benchmark(recorder: Observed, rank: int) -> None:
-    """A batch that is the same on all ranks, again and again, measures speed."""
+    """Uses the same batch on all ranks and in all steps, to measure speed."""
     torch.manual_seed(3)
     batch = torch.randn(16, 6), torch.randint(3, (16,))
     _fit(recorder, _wrapped(recorder, _model()), [batch] * 4)
 
 
 def right_few_tokens(recorder: Observed, rank: int) -> None:
-    """Inputs with few different rows: equal ones are chance."""
+    """Inputs have few different rows, so equal ones occur by chance."""
     generator = torch.Generator().manual_seed(rank)
 
     def draw() -> Tensor:
@@ -150,7 +150,7 @@ def right_few_tokens(recorder: Observed, rank: int) -> None:
 
 
 def right_two_losses(recorder: Observed, rank: int) -> None:
-    """A discriminator: two backward passes a step, whose sum is the loss."""
+    """A discriminator: two backward passes a step add up to one loss."""
     data = _data()
     model = _wrapped(recorder, _model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -161,7 +161,7 @@ def right_two_losses(recorder: Observed, rank: int) -> None:
 
 
 def right_evaluated_on_training_data(recorder: Observed, rank: int) -> None:
-    """One epoch, and a pass over the same loader to measure its accuracy: the order is the same, as it may be."""
+    """Evaluates on the same loader after an epoch: the order may be the same."""
     data = _data()
     loader = DataLoader(data, 4, sampler=_sampler(data, rank))
     model = _wrapped(recorder, _model())
@@ -222,7 +222,7 @@ def not_divided(recorder: Observed, rank: int) -> None:
 
 
 def not_divided_and_fetched_in_advance(recorder: Observed, rank: int) -> None:
-    """As trainers do that count the labels of a step before they train."""
+    """Fetches all micro-batches in advance, like trainers that count a step's labels first."""
     data = _data()
     loader = DataLoader(data, 4, sampler=_sampler(data, rank))
     _fit(recorder, _wrapped(recorder, _model()), list(loader), accumulate=3)
@@ -296,7 +296,7 @@ def _scenes() -> Iterator[Callable[[Observed, int], None]]:
 
 
 def train(rank: int) -> dict[str, RecordedRank]:
-    """Train every scene on a rank of the present process group, and return what was recorded of each."""
+    """Train every scene on a rank of the current process group, and return the recordings."""
     kept = {}
     for scene in _scenes():
         observers = training_observers(ParameterNames())

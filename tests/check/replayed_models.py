@@ -1,4 +1,4 @@
-"""Small models of many kinds, each with a function that draws a batch and one that computes a loss from it."""
+"""Small models of many kinds, each with a function that draws a batch and one that computes a loss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass(frozen=True)
 class Example:
-    """A model, the shape of a batch of normal numbers (or of token ids), and how a loss is made of the output."""
+    """A model, the shape of a batch of normal numbers (or of token ids), and a function from output to loss."""
 
     make: Callable[[], nn.Module]
     shape: tuple[int, ...] = (6, 8)
@@ -72,7 +72,7 @@ class Casting(nn.Module):
 
 
 class Drawing(nn.Module):
-    """Draws random numbers of its own."""
+    """Draws random numbers in its forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Drawing(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Draws in the dtype of its inputs, which is another one in a replay; and once in one of its own."""
+    """Draws in its inputs' dtype, which differs in a replay, and once in a fixed dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class Lists(nn.Module):
 
 
 class Nested(nn.Module):
-    """Gives nested outputs, one of which is also used inside, one twice, and one without a gradient."""
+    """Returns nested outputs: one is also used inside, one is used twice, and one has no gradient."""
 
     def __init__(self) -> None:
         super().__init__()

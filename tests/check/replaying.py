@@ -1,4 +1,4 @@
-"""A training loop that is recorded, for the tests of replays."""
+"""A training loop that is recorded, for tests of replays."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from plumbline.replay.tracked_calls import TrackedCalls
 
 
 class Recording:
-    """Follows a script's calls; ``backward`` stands for the patch that counts backward passes."""
+    """Follows a script's calls; ``backward`` stands in for the patch that counts backward passes."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -37,7 +37,7 @@ class Recording:
         return result
 
     def total(self) -> tuple[dict[nn.Parameter, Tensor], dict[nn.Parameter, str]]:
-        """The gradients of all passes since the last step, and why some are not known."""
+        """The sum of all gradients since the last step, and why some are unknown."""
         gradients: dict[nn.Parameter, Tensor] = {}
         uncovered: dict[nn.Parameter, str] = {}
         for one in self.exact().values():
@@ -58,7 +58,7 @@ def recording() -> Iterator[Recording]:
 
 
 def assert_exact(recorded: Recording, module: nn.Module, digits: Callable[[Tensor], float] | None = None) -> None:
-    """Every gradient of ``module`` is that of its replays, up to the rounding of float32."""
+    """Every gradient of ``module`` equals that of its replays, up to float32 rounding."""
     gradients, uncovered = recorded.total()
     assert not uncovered
     largest = max(float(one.grad.abs().max()) for one in module.parameters() if one.grad is not None)

@@ -1,6 +1,6 @@
-"""`plumbline check` on adapters and frozen weights: what is added beside frozen weights, when, and who trains it.
+"""`plumbline check` on adapters beside frozen weights: which are added, when, and which ranks train them.
 
-Public threads tell of the mistakes: huggingface/transformers#48873 (added after ``fully_shard``, each rank trains its
+Public threads report the mistakes: huggingface/transformers#48873 (added after ``fully_shard``, each rank trains its
 own), hao-ai-lab/FastVideo#1666 (as DTensors that say Replicate), modelscope/mcore-bridge#173 (one rank's part).
 """
 
@@ -29,7 +29,7 @@ STEPS = 4
 
 
 class Adapted(nn.Module):
-    """A frozen layer and a trainable product of low rank."""
+    """A frozen layer plus a trainable low-rank product."""
 
     def __init__(self, base: nn.Module, seed: int = 7) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ def unfrozen_after_the_wrapper() -> None:
 
 
 def added_after_sharding(*, seed: int | None = None, replicated: bool = False, synchronised: bool = False) -> None:
-    """As huggingface/transformers#48873 does; with ``replicated`` as hao-ai-lab/FastVideo#1666."""
+    """Like huggingface/transformers#48873; with ``replicated``, like hao-ai-lab/FastVideo#1666."""
     model = pretrained().requires_grad_(False)
     for one in (model[0], model[2], model):
         fully_shard(one)
@@ -204,7 +204,7 @@ def test_a_mistake_with_adapters_is_named(train: Callable[[], None], cause: str,
 
 
 def test_adapters_that_each_rank_begins_for_itself_are_not_judged() -> None:
-    """Nothing tells huggingface/transformers#48873, where ranks draw other adapters, from adapters of each rank."""
+    """Nothing distinguishes huggingface/transformers#48873, where ranks draw different adapters, from intended ones."""
     found = checked(added_after_sharding)
     assert found.answer is Answer.NOT_JUDGED
     assert "Unless the ranks train separate adapters, this is a mistake" in found.sentence
@@ -224,7 +224,7 @@ def of_a_later_optimizer_group() -> None:
 
 
 def moved_with_its_adapter() -> None:
-    """As Delta-LoRA does (arXiv 2309.02411): the frozen weight follows the change of the product in each step."""
+    """Like Delta-LoRA (arXiv 2309.02411): the frozen weight follows the product's change in each step."""
     model = adapt(pretrained())
     last = [torch.zeros(8, 6)]
 
@@ -329,7 +329,7 @@ def unfrozen_on_schedule() -> None:
 
 
 def merged_and_begun_anew() -> None:
-    """As ReLoRA does."""
+    """Like ReLoRA."""
     model = adapt(pretrained())
 
     def restart(step: int) -> None:
@@ -341,7 +341,7 @@ def merged_and_begun_anew() -> None:
 
 
 def unloaded_in_part() -> None:
-    """As PLoRA does (arXiv 2402.16141): half of the product moves to the frozen weight, and half of it stays."""
+    """Like PLoRA (arXiv 2402.16141): half of the product moves to the frozen weight."""
     model = adapt(pretrained())
 
     def unload(step: int) -> None:
@@ -367,7 +367,7 @@ def averaged_after_the_backward_pass() -> None:
 
 
 def frozen_with_gradients_of_the_script() -> None:
-    """As biases of a router that balance its experts: the gradient is a sign, and zero where they are balanced."""
+    """Like the biases of a router that balance experts: the gradient is a sign, and zero if they are balanced."""
     model = pretrained()
     model[2].bias.requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)

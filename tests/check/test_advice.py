@@ -1,4 +1,4 @@
-"""Advice where gradients are not averaged over all ranks or micro-batches: what the script can change."""
+"""Advice if gradients are not averaged over all ranks or micro-batches: how to change the script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``plumbline.attach``: the verdict of ``plumbline check`` on a training that no command line starts."""
+"""``plumbline.attach``: the verdict of ``plumbline check`` on a training without a command line."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WORLD = 2
 
 @pytest.fixture(autouse=True)
 def temporary_folder(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing is left in the temporary folder."""
+    """Check that nothing is left in the temporary folder."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield
     gc.collect()
@@ -44,7 +44,7 @@ def temporary_folder(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 
 class Training:
-    """A training with clipping, imported by name, and a schedule; on several ranks with DDP and a sampler."""
+    """A training with clipping, imported by name, and a scheduler; on several ranks with DDP and a sampler."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -76,12 +76,12 @@ def on_two_ranks(train: Callable[[], Any]) -> list[Any]:
 
 
 def attributes(owner: Any) -> dict[str, Any]:
-    """Return what no import adds to a module or class; torch replaces a step where an optimizer is made."""
+    """Return attributes of a module or class that no import adds; torch replaces a step when an optimizer is made."""
     return {name: one for name, one in vars(owner).items() if name != "step" and not isinstance(one, ModuleType)}
 
 
 def builtin_selections() -> set[int]:
-    """Return the ids of the functions that torch's script compiler takes for those that select."""
+    """Return the ids of functions that torch's script compiler treats as selections."""
     table = torch.jit._builtins._get_builtin_table()
     return {one for one, operator in table.items() if operator in ("aten::topk", "aten::argmax")}
 
@@ -133,7 +133,7 @@ def test_each_rank_is_told_the_verdict_of_all(where: Callable[[], Any]) -> None:
 
 
 def exchanged_twice() -> list[list[int]]:
-    """Exchange values in two recordings. Rank 0 is early, so it could find what rank 1 left in the first recording."""
+    """Exchange values in two recordings. Rank 0 is early, so it could find rank 1's values from the first recording."""
     found = []
     for recording in range(2):
         begin_recording()
@@ -284,7 +284,7 @@ def test_without_a_step_nothing_is_judged() -> None:
 def test_arguments_without_a_meaning_are_refused_when_they_are_given(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         plumbline.attach(**arguments)
-    if "folder" in arguments:  # it need not exist on the machine that makes a callback
+    if "folder" in arguments:  # it need not exist on the machine that creates a callback
         return
     with pytest.raises((TypeError, ValueError), match=words):
         ToldVerdict(**arguments)
@@ -357,7 +357,7 @@ def test_a_folder_that_is_on_another_machine_is_said(monkeypatch: pytest.MonkeyP
 
 
 def test_what_watches_a_training_is_imported_without_what_compiles_it():
-    """torch._dynamo takes a second to import, which a process without an optimizer never needs."""
+    """Importing torch._dynamo takes a second, and a process without an optimizer never needs it."""
     code = "import sys, plumbline.check.attach; assert 'torch' in sys.modules and 'torch._dynamo' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -406,5 +406,5 @@ def test_a_function_is_checked_whatever_starts_it(tmp_path: Any, how: str, mista
     command = [sys.executable, str(script), how, str(tmp_path / "store"), mistake]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
-    assert done.stderr.count(f"{answer}: ") == 1 + bool(mistake), done.stderr  # the error has it as well
+    assert done.stderr.count(f"{answer}: ") == 1 + bool(mistake), done.stderr  # the error message has it too
     assert (done.returncode != 0) == bool(mistake)

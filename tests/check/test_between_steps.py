@@ -1,4 +1,4 @@
-"""What happens between optimizer steps: weights and states that the script changes, and optimizers made anew."""
+"""Between optimizer steps: weights and states that the script changes, and optimizers that it creates again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS = 4
 
 
 def fit(make, between=lambda parameters, optimizer: None, made=1):
-    """Train with an optimizer that is made before the first ``made`` steps. ``between`` runs after each step."""
+    """Train with an optimizer that is created before the first ``made`` steps. ``between`` runs after each step."""
 
     def train():
         torch.manual_seed(0)
@@ -80,7 +80,7 @@ def decay(parameters, _):
 
 
 class WrittenBack:
-    """Averages the weights, and trains on from the average."""
+    """Averages the weights, and continues from the average."""
 
     def __init__(self):
         self.averages = {}
@@ -91,7 +91,7 @@ class WrittenBack:
 
 
 class Reset:
-    """Takes each step from the first weights, as one that adapts to each sample by itself."""
+    """Takes each step from the initial weights, like a trainer that adapts to each sample by itself."""
 
     def __init__(self):
         self.first = {}
@@ -104,7 +104,7 @@ class Reset:
 def swapped_and_back(parameters, _):
     for one in parameters:
         kept = one.clone()
-        one.zero_()  # evaluated with other weights
+        one.zero_()  # evaluated with different weights
         one.copy_(kept)
 
 
@@ -129,7 +129,7 @@ def zero(_, optimizer):
 
 
 class LoadedAgain:
-    """Loads the state of the first step before each later one."""
+    """Loads the first step's state before each later step."""
 
     def __init__(self):
         self.first = None
@@ -185,11 +185,11 @@ def masked(parameters, _):
 
 
 def within_a_limit(parameters, _):
-    parameters[0].copy_(parameters[0].renorm(2, 0, 1e3))  # longer than any row is
+    parameters[0].copy_(parameters[0].renorm(2, 0, 1e3))  # longer than any row
 
 
 class Averaged:
-    """Averages the weights beside the training."""
+    """Keeps an average of the weights."""
 
     def __init__(self):
         self.averages = {}
@@ -229,10 +229,10 @@ def climb(back="copy", through_data=True, ranks=1, again=(True,), keeps_first=Fa
     """Train by sharpness-aware minimisation, or adversarially.
 
     Args:
-        back: how weights are put back before the step, "" for never.
+        back: how weights are restored before the step; "" for never.
         through_data: whether weights are written through ``data``.
         ranks: the number of ranks.
-        again: for each pass at changed weights, whether its gradients are averaged over ranks.
+        again: whether each pass at changed weights averages its gradients over ranks.
         keeps_first: whether the gradients of the first pass count.
     """
 

@@ -1,4 +1,4 @@
-"""``plumbline check`` on real commands: what the user sees, the exit code, and what is left."""
+"""``plumbline check`` on real commands: the output, the exit code, and leftovers."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ rank.join()
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Return a script's folder, apart from the one for temporary files."""
+    """Return a script's folder, separate from the temporary folder."""
     for name in ("temporary", "script"):
         (tmp_path / name).mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
@@ -175,7 +175,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def check(folder, capfd, tmp_path):
-    """Return a function that checks a script, and gives the exit code, its output, the verdict and the JSON file."""
+    """Return a function that checks a script, and returns the exit code, its output, the verdict and the JSON file."""
 
     def check(text, *options, arguments=(), python=(sys.executable,)):
         (folder / "train.py").write_text(text)
@@ -246,7 +246,7 @@ def test_ranks_end_together_with_stop_and_the_mistake_is_in_the_first_line(check
     ("calls", "sentence"),
     [
         ("never", "WRONG: samples: set_epoch is never called"),
-        pytest.param("set", "RIGHT: ", marks=pytest.mark.nightly),  # test_two_ranks.py has right epochs by default
+        pytest.param("set", "RIGHT: ", marks=pytest.mark.nightly),  # epochs are right by default in test_two_ranks.py
     ],
 )
 def test_epochs_are_watched_beyond_the_recorded_steps_until_the_process_is_killed(check, free_port, calls, sentence):
@@ -264,7 +264,7 @@ def free_port():
 
 
 def tagged():
-    """Return processes that carry the environment of a check of this test."""
+    """Return processes with the environment of this test's check."""
     tag = f"PLUMBLINE_CHECK={os.environ['TMPDIR']}".encode()
     found = []
     for place in Path("/proc").glob("[0-9]*"):

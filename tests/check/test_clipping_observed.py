@@ -1,4 +1,4 @@
-"""Clipping: what was asked for, when, and of what; right ways pass, and each wrong one is named."""
+"""Clipping: when, of what and to what; right ways pass, and each wrong one is named."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def causes(training: RecordedTraining) -> list[str | None]:
 def trained(
     between: Callable[[nn.Module], object], *, micro_batches: int = 1, steps: int = 2, after: bool = False
 ) -> RecordedTraining:
-    """Train with ``between`` called before, or ``after``, each optimizer step."""
+    """Train; call ``between`` before, or ``after`` after, each optimizer step."""
 
     def script() -> None:
         model = small_model()
@@ -64,7 +64,7 @@ def _by_hand(model: nn.Module) -> None:
 
 
 def _with_norm_over_more(model: nn.Module) -> None:
-    """As stages of a pipeline do, each of which has a part of the model."""
+    """Clip by a larger norm than the model's, like a pipeline stage with a part of the model."""
     torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, torch.tensor(1e3))
 
 
@@ -153,7 +153,7 @@ def test_clipping_every_micro_batch_is_found(sharded):
 
     def script(rank: int) -> None:
         model = small_model(6, 8, 4)
-        if sharded:  # autograd adds to a DTensor without counting it as a change of the shard
+        if sharded:  # autograd's addition to a DTensor does not change its shard's version
             parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
         for step in range(2):
@@ -170,7 +170,7 @@ def test_clipping_every_micro_batch_is_found(sharded):
 
 @pytest.mark.parametrize("change", [lambda model: NORM(model.parameters(), 0.1), lambda model: _by_hand(model)])
 def test_another_models_backward_pass_leaves_what_was_done_to_gradients(change):
-    """As in adversarial training, where both models have computed their gradients before the first one steps."""
+    """As in adversarial training: both models compute gradients before the first one steps."""
 
     def script(other_pass: bool) -> Callable[[], None]:
         def train() -> None:
@@ -199,7 +199,7 @@ def test_another_models_backward_pass_leaves_what_was_done_to_gradients(change):
 
 
 def test_micro_batches_that_are_clipped_and_taken_away_are_not():
-    """As in differentially private training: the parts are added elsewhere."""
+    """As in differentially private training: the parts are summed elsewhere."""
 
     def script() -> None:
         model = small_model()

@@ -1,4 +1,4 @@
-"""A command that cannot be checked is refused before it is started, with the way out."""
+"""A command that cannot be checked is refused before it starts, with a way out."""
 
 from __future__ import annotations
 

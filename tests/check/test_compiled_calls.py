@@ -1,4 +1,4 @@
-"""Compiled modules are recorded, replayed eagerly, and compiled neither more often nor in other pieces."""
+"""Compiled modules are recorded and replayed eagerly; recording does not change how often or how they are compiled."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Block(nn.Module):
 
 
 class Graphs:
-    """A backend that counts the graphs it is given."""
+    """A backend that counts its graphs."""
 
     def __init__(self) -> None:
         self.compiled = 0
@@ -95,7 +95,7 @@ def step_gradients_are_exact(recorded: Recording, model: nn.Module) -> None:
 
 
 class Noisy(Block):
-    """Draws without dropout, too."""
+    """Draws random numbers without dropout."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + torch.randn_like(x) * torch.rand(len(x), 1, dtype=x.dtype)
@@ -113,7 +113,7 @@ def blocks() -> nn.Module:
 
 @pytest.mark.parametrize("make", [pytest.param(whole, marks=pytest.mark.nightly), blocks])
 def test_what_compiled_code_draws_is_drawn_again(make: Any) -> None:
-    """Dropout in the code that TorchInductor makes has other masks than without a compiler."""
+    """Dropout in TorchInductor's code has different masks than without a compiler."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = make()
@@ -151,7 +151,7 @@ def test_a_compiled_step_is_left_alone(graphs: Graphs) -> None:
 def test_it_is_known_where_frames_are_compiled_also_by_torch_2_4(
     function: str, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the two functions it has the second alone."""
+    """torch 2.4 has only the second of the two functions."""
     if function == "set_eval_frame":
         monkeypatch.delattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback")
 
@@ -196,7 +196,7 @@ def test_compiled_code_whose_numbers_cannot_be_drawn_again_is_named_as_such(make
 
 
 def test_a_compiled_training_step_is_recorded(plumbline):
-    """The backward pass runs within the compiled function, where the recorder must not be compiled."""
+    """The backward runs inside the compiled function, where the recorder must not be compiled."""
 
     def train():
         torch.manual_seed(0)

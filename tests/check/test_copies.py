@@ -1,4 +1,4 @@
-"""How far copies of one parameter may be apart: by what rounding explains, and not by the samples of each rank."""
+"""Copies of one parameter may differ by rounding, but not by each rank's samples."""
 
 from __future__ import annotations
 

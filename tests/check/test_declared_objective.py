@@ -1,4 +1,4 @@
-"""A declared objective is held against the weight that each token and sample has in the gradient of a step."""
+"""A declared objective is compared with the weight that each token and sample has in a step's gradient."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def over_ranks(number):
 
 
 def batches(samples):
-    """Return words, labels and the mask of labels of each micro-batch of a step; lengths differ everywhere."""
+    """Return words, labels and label mask of each micro-batch of a step; all lengths differ."""
     lengths = torch.randint(2, LONGEST, (PASSES, samples)) + 2 * rank()
     made = []
     for own in lengths.clamp(max=LONGEST):
@@ -56,9 +56,9 @@ def batches(samples):
 
 
 def training(loss_of, before_step=lambda model, step: None, samples=3, wrap=True):
-    """Return a function that makes a model, and returns one that takes a step.
+    """Return a function that creates a model and returns a function that takes a step.
 
-    ``loss_of(scores, labels, mask, step)`` is its loss, step being the micro-batches.
+    ``loss_of(scores, labels, mask, step)`` is its loss; ``step`` has the micro-batches.
     """
 
     def make():
@@ -85,7 +85,7 @@ def ce(scores, labels, reduction="mean"):
 
 
 def surprise(scores, labels):
-    """Return the loss of each token, written by hand."""
+    """Return each token's loss, written by hand."""
     return -scores.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)
 
 
@@ -93,7 +93,7 @@ def tokens(step):
     return sum(float(mask.sum()) for *_, mask in step)
 
 
-# Mistakes of public trainers, written anew
+# Mistakes of public trainers, rewritten
 
 
 def torchtitan_2206(scores, labels, mask, step):
@@ -102,7 +102,7 @@ def torchtitan_2206(scores, labels, mask, step):
 
 
 def verl_7200(scores, labels, mask, step):
-    """verl#7200: a distillation loss, written by hand, is normalised in each micro-batch, and these are added up."""
+    """verl#7200: a hand-written distillation loss is normalised in each micro-batch, and then summed."""
     teacher = torch.randn(scores.shape, generator=torch.Generator().manual_seed(1)).log_softmax(-1)
     divergence = (teacher.exp() * (teacher - scores.log_softmax(-1))).sum(-1)
     return (divergence * mask).sum() / mask.sum()
@@ -114,7 +114,7 @@ def prime_rl_2358(scores, labels, mask, step):
 
 
 def by_world(scores, labels, mask, step):
-    """The factor that undoes the mean over ranks is there twice."""
+    """The factor that undoes the mean over ranks occurs twice."""
     return ce(scores, labels, "sum") / over_ranks(tokens(step)) * world() ** 2
 
 
@@ -144,7 +144,7 @@ WRONG = [
 
 @pytest.fixture(scope="module")
 def recorded():
-    """Return what two ranks recorded of all trainings, which took a step each."""
+    """Return two ranks' recordings of all trainings, which took a step each."""
     trainings = [training(loss) for loss, *_ in WRONG] + [make for make, _ in RIGHT]
 
     def train():
@@ -159,7 +159,7 @@ def recorded():
 
 
 def judged(recorded, optimizer, declared):
-    """Return what is found about the training of one optimizer."""
+    """Return the findings about the training of one optimizer."""
     ranks = [
         replace(rank, steps=tuple(step for step in rank.steps if step.optimizer == optimizer))
         for rank in recorded.ranks
@@ -179,12 +179,12 @@ def test_another_objective_is_found_and_named(recorded, place):
 
 
 def summed(scores, labels, mask, step):
-    """The sum over tokens; the mean over ranks is undone."""
+    """The sum over tokens, with the mean over ranks undone."""
     return ce(scores, labels, "sum") * world()
 
 
 def by_hand(scores, labels, mask, step):
-    """Each rank has its own mean; gradients are weighted by its count when they are reduced."""
+    """Each rank has its own mean; gradients are weighted by its token count when they are reduced."""
     return (surprise(scores, labels) * mask).sum() / tokens(step)
 
 
@@ -246,7 +246,7 @@ def test_a_right_objective_is_not_accused(recorded, place):
     assert found.outcome.value == "passed"
 
 
-# What is told, and what is not
+# What is reported, and what is not
 
 
 class Experts(Words):
@@ -317,9 +317,9 @@ LEVELS = [
     (lambda x: x[MASK.bool()].mean(), [3.0], [[2.0, 2 / 3, True], [1.0, 1 / 3, True]]),
     (lambda x: torch.where(MASK.bool(), x, 0.0).sum(), [3.0], [[2.0, 2.0, True], [1.0, 1.0, True]]),
     (lambda x: -(torch.tensor([[0.3], [-2.0]]) * x * MASK).sum(), [3.0], [[2.0, 2.0, True], [1.0, 1.0, True]]),
-    # A sum over a dimension may be over words or over tokens: both are possible.
+    # A sum over a dimension may be over words or over tokens.
     (lambda x: x.sum(1).mean(), [2.0, 6.0], None),
-    # Zeros among values that are multiplied leave tokens out, and no mask says which.
+    # Zeros in a factor leave tokens out without a mask.
     (lambda x: (x * torch.tensor([[0.3], [0.0]])).sum(), [], None),
 ]
 
@@ -351,7 +351,7 @@ class Skips(torch.autograd.Function):
         (lambda x: x.pow(2).mean(), True),
         (lambda x: (x.log() * MASK).sum(), True),
         (lambda x: x[MASK.bool()].pow(2).mean(), True),
-        # A function of the script's own may skip tokens, and so may a mask below of what is added up.
+        # A function of the script may skip tokens, and so may a mask below the summed values.
         (lambda x: Skips.apply(x).sum() / 3, False),
         (lambda x: (Skips.apply(x) * MASK).sum(), False),
         (lambda x: (x * MASK).pow(2).sum() / 3, False),

@@ -1,4 +1,4 @@
-"""Trainings with DeepSpeed's engine: all stages of ZeRO, whose optimizers step runs of float32 copies."""
+"""Trainings with DeepSpeed's engine: all ZeRO stages, whose optimizers step runs of float32 copies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ get_accelerator = deepspeed.accelerator.get_accelerator
 STEPS, SIZE = 3, 8
 
 SHARDED = {"stage": 3, "stage3_param_persistence_threshold": 0}
-"""Even the small weights of a test are released after each use."""
+"""Release even the small weights of a test after each use."""
 
 
 def model():
@@ -34,14 +34,14 @@ def model():
 
 
 class Training:
-    """A right training; its methods are the places for mistakes."""
+    """A right training; mistakes override its methods."""
 
     def __init__(self, zero, micro_batches=1, clip=0.0, bf16=False, fp16=False, groups=False, **settings):
-        # On a CPU the first process would compile a kernel.
+        # On a CPU, the first process would otherwise compile a kernel.
         sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         deepspeed.init_distributed("gloo")
-        type(get_accelerator()).is_fp16_supported = lambda self: True  # float16 is only slow on a CPU
+        type(get_accelerator()).is_fp16_supported = lambda self: True  # float16 works on a CPU, only slowly
         self.micro_batches = micro_batches
         self.dtype = torch.float16 if fp16 else torch.bfloat16 if bf16 else torch.float32
         self.model = model()
@@ -84,7 +84,7 @@ class Training:
 
 
 class StaleLoad(Training):
-    """The model's state is loaded past the engine, which has its own copies."""
+    """Loads the model's state without the engine, which has its own copies."""
 
     def fit(self):
         torch.manual_seed(5)
@@ -93,7 +93,7 @@ class StaleLoad(Training):
 
 
 class LossDividedToo(Training):
-    """The script divides the loss by the micro-batches, as the engine does."""
+    """Divides the loss by the number of micro-batches, although the engine does."""
 
     def fit(self):
         inputs = torch.randn(SIZE * 40, 12, generator=torch.Generator().manual_seed(1))
@@ -110,7 +110,7 @@ class LossDividedToo(Training):
 
 
 class EarlyBoundary(Training):
-    """The boundary is set for the first micro-batch of a window in place of the last one."""
+    """Sets the boundary for the first micro-batch of a window instead of the last."""
 
     def backward(self, loss, number):
         self.engine.set_gradient_accumulation_boundary(number % self.micro_batches == 0)
@@ -119,7 +119,7 @@ class EarlyBoundary(Training):
 
 
 class NotReduced(Training):
-    """A rank takes its run of its own gradients."""
+    """Each rank takes its run from its own gradients."""
 
     def fit(self):
         self.engine.optimizer.average_tensor = lambda *args, **kwargs: None
@@ -146,7 +146,7 @@ class Summed(ChangedBeforeTheStep):
 
 
 class StaleRun(ChangedBeforeTheStep):
-    """Rank 1 steps with the run of the step before."""
+    """Rank 1 steps with its run from the step before."""
 
     last = None
 
@@ -159,7 +159,7 @@ class StaleRun(ChangedBeforeTheStep):
 
 
 class OwnNorm(Training):
-    """Each rank clips its run by the norm of that."""
+    """Each rank clips by the norm of its own run."""
 
     def fit(self):
         zero = self.engine.optimizer
@@ -176,7 +176,7 @@ class OfOwnHeads(nn.Module):
 
 
 class OfOwnPositions(nn.Module):
-    """Each rank has some positions of a sequence; in attention, it has some heads of all positions."""
+    """Each rank has some positions of a sequence; in attention, some heads of all positions."""
 
     def __init__(self):
         from deepspeed.sequence.layer import DistributedAttention
@@ -192,9 +192,9 @@ class OfOwnPositions(nn.Module):
 
 
 def layout_of_one_sequence(is_averaged):
-    """Return what DeepSpeed asks about process groups if all ranks hold parts of one sequence.
+    """Return the process groups that DeepSpeed queries if all ranks hold parts of one sequence.
 
-    ZeRO 1 and 2 add up gradients over the ranks of a sequence. ZeRO 3 averages over the data-parallel group alone.
+    ZeRO 1 and 2 sum gradients over the ranks of a sequence. ZeRO 3 averages over the data-parallel group only.
     """
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     every = dist.group.WORLD
@@ -213,7 +213,7 @@ def layout_of_one_sequence(is_averaged):
 
 
 class SequenceParallel(Training):
-    """The loss of a rank is the sum over its own positions, divided by the number of all positions."""
+    """A rank's loss is the sum over its own positions, divided by the number of all positions."""
 
     def __init__(self, zero, is_mean=False):
         sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
@@ -287,7 +287,7 @@ RIGHT = {
 
 @pytest.fixture
 def judged(plumbline):
-    """Return a function that trains on ranks under check, and returns what was found in the training."""
+    """Return a function that trains on ranks under check, and returns the findings."""
 
     def judged(training, zero, ranks=2, **options):
         checked = plumbline.check(lambda: training(zero, **options).fit(), ranks=ranks, steps=STEPS)

@@ -1,4 +1,4 @@
-"""Backward passes before the first step, as warm-ups and trials make them, count where their gradients are used."""
+"""Backward passes before the first step, such as warm-ups, count only if their gradients are used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`plumbline check` on ZeRO 1 by hand: each rank steps some of the parameters, and broadcasts them."""
+"""`plumbline check` on hand-written ZeRO 1: each rank steps some of the parameters, and broadcasts them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def checked(plumbline: Any, mistake: str) -> Any:
 
 @pytest.mark.parametrize("kind", ["", "freed"])
 def test_all_of_a_right_training_is_judged(plumbline: Any, kind: str) -> None:
-    """The gradients of parameters that other ranks step may be freed after they were reduced."""
+    """Gradients of parameters that other ranks step may be freed after the reduction."""
     assert answer_of(checked(plumbline, kind)) is Answer.RIGHT
 
 

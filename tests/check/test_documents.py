@@ -1,4 +1,4 @@
-"""Packed documents and padding: a model that mixes them is named with the module, and a right one is not accused."""
+"""Packed documents and padding: a model that mixes them is named with its module, and a right one is not accused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS, ROWS, LENGTH, VOCABULARY = 2, 3, 12, 20
 
 
 class Attention(nn.Module):
-    """Attention of one head, causal or not, which keeps apart what ``mask`` (rows, positions, positions) does."""
+    """Single-head attention, causal or not, restricted by ``mask`` (rows, positions, positions)."""
 
     def __init__(self, causal, masked=True):
         super().__init__()
@@ -48,7 +48,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Takes tokens and what declares documents or padding, and masks its attention by that."""
+    """Takes tokens and document or padding declarations, and masks its attention accordingly."""
 
     def __init__(self, masked=(True, True), causal=True, after=None):
         super().__init__()
@@ -87,14 +87,14 @@ class ByMask(Net):
 
 
 class ByEmbedding(Net):
-    """Reads several documents beside each other, and is told by vectors which is which."""
+    """Reads several documents next to each other, distinguished by embeddings."""
 
     def forward(self, input_ids, doc_ids):
         return self.run(input_ids, None, doc_ids)
 
 
 class OfZeros(nn.Module):
-    """A convolution over tokens; those of padding are zeros, as what it pads with itself."""
+    """A convolution over tokens; padding tokens are zeros, like its own padding."""
 
     def __init__(self):
         super().__init__()
@@ -106,7 +106,7 @@ class OfZeros(nn.Module):
 
 
 class Classifier(ByMask):
-    """Takes the mean of a row, of its padding too if ``careless``."""
+    """Averages over a row, including padding if ``careless``."""
 
     def __init__(self, careless, **options):
         super().__init__(**options)
@@ -119,7 +119,7 @@ class Classifier(ByMask):
 
 
 class Shared(nn.Module):
-    """Sends tokens to the better of two experts, of which each takes only so many of all documents together."""
+    """Sends tokens to the better of two experts, which have a capacity shared by all documents."""
 
     def __init__(self):
         super().__init__()
@@ -135,7 +135,7 @@ class Shared(nn.Module):
 
 
 class Chosen(Shared):
-    """Lets each expert choose tokens, of all documents."""
+    """Lets each expert choose tokens from all documents."""
 
     def forward(self, x):
         scores = self.gate(x).softmax(-1)
@@ -167,7 +167,7 @@ class Quantised(nn.Module):
 
 
 class Sparse(nn.Module):
-    """Attends to the four best tokens of all that there are, whatever their documents."""
+    """Attends to the four best tokens, from all documents."""
 
     def __init__(self):
         super().__init__()
@@ -180,7 +180,7 @@ class Sparse(nn.Module):
 
 
 class Behind(nn.Module):
-    """Adds up all tokens, and then sends them to experts."""
+    """Sums all tokens, and then sends them to experts."""
 
     def __init__(self):
         super().__init__()
@@ -192,7 +192,7 @@ class Behind(nn.Module):
 
 
 class Forgetful(torch.autograd.Function):
-    """Attention that keeps documents apart in the forward pass, and forgets that in the backward pass."""
+    """Attention that keeps documents apart in the forward, but not in the backward."""
 
     @staticmethod
     def forward(ctx, x, mask):
@@ -212,14 +212,14 @@ class ForgottenInBackward(nn.Module):
 
 
 class SeesLaterOnes(nn.Module):
-    """Keeps later documents from seeing the first ones, and not the other way round."""
+    """Keeps later documents from seeing earlier ones, but not the other way round."""
 
     def forward(self, x):
         return x + (x @ x.mT).where(NUMBERS[:, None] <= NUMBERS, -torch.inf).softmax(-1) @ x
 
 
 class Faint(nn.Module):
-    """Drops out, and adds a little of all tokens."""
+    """Has dropout, and adds a little of all tokens."""
 
     def forward(self, x):
         return functional.dropout(x, 0.1) + 0.01 * x.cumsum(1)
@@ -235,7 +235,7 @@ RIGHT_PADDED = torch.tensor([[1] * 12, [1] * 8 + [0] * 4, [1] * 5 + [0] * 7])
 def fit(make, declared, *, seams=False, padded=False, pooled=False, another=False, autocast=False):
     """Train a model that predicts the next token, with labels at seams and at padding or not.
 
-    ``another``: its labels are those of another sequence, as a decoder's are.
+    ``another``: labels are from another sequence, like a decoder's.
     """
     torch.manual_seed(0)
     model = make()
@@ -283,7 +283,7 @@ def behind(module, **options):
 
 
 WRONG = {
-    # NVIDIA-NeMo/Megatron-Bridge#2952: the stages in the middle do not receive the boundaries
+    # NVIDIA-NeMo/Megatron-Bridge#2952: the middle stages do not receive the boundaries
     "boundaries that a layer lacks": (
         partial(fit, partial(ByBoundaries, (True, False)), BOUNDARIES),
         "blocks.1.attention (Attention)",
@@ -314,7 +314,7 @@ def test_gradients_that_depend_on_another_sequence_are_wrong(plumbline, module):
 
 @pytest.fixture
 def notes(plumbline):
-    """Return a function that trains, and returns the notes on documents, and what the check says."""
+    """Return a function that trains, and returns the notes on documents and the check's findings."""
 
     def notes(train):
         checked = plumbline.check(train, ranks=1, steps=STEPS)
@@ -327,7 +327,7 @@ def notes(plumbline):
 
 
 NOTED = {
-    # huggingface/nanoVLM#204: positions begin again, and attention does not
+    # huggingface/nanoVLM#204: positions restart, but attention does not
     "positions that begin again": (
         partial(fit, partial(ByPositions, (False, False)), PLACES),
         "The batch declares documents (position_ids), but they influence each other",
@@ -438,14 +438,14 @@ RIGHT = {
 
 
 class Plain(Net):
-    """Tokens of all documents in one stream: nothing declares that they are to be kept apart."""
+    """Tokens of all documents in one stream: nothing declares that they must be kept apart."""
 
     def forward(self, input_ids):
         return self.run(input_ids, None)
 
 
 class Named(Plain):
-    """Has an argument that is named as one which declares documents, and is something else."""
+    """Has an argument with a document declaration's name but another meaning."""
 
     def forward(self, input_ids, **_):
         return self.run(input_ids, None)
@@ -491,7 +491,7 @@ def in_parts(begin, *, divides=False, shifted="before"):
 
 
 class Parts(Net):
-    """Stands for a model whose attention is exchanged between the parts: its tokens do not see each other at all."""
+    """Stands in for a model whose attention is exchanged between the parts: its tokens do not see each other."""
 
     def __init__(self, part):
         super().__init__(masked=())
@@ -520,7 +520,7 @@ def test_parts_of_a_sequence_that_all_begin_at_0_are_told(plumbline, train, is_t
 
 
 def in_two_pieces(*, shifted):
-    """Each of two ranks has two pieces of every sequence: the first and the last one, or those between."""
+    """Each of two ranks has two pieces of every sequence: the first and the last, or the middle ones."""
     init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     rank, model = dist.get_rank(), Parts(None)
     for one in model.parameters():
@@ -576,7 +576,7 @@ SEAMS = {
 
 @pytest.mark.parametrize(("train", "is_wrong"), SEAMS.values(), ids=SEAMS.keys())
 def test_labels_shifted_within_parts_of_sequences_are_wrong(plumbline, train, is_wrong):
-    """huggingface/transformers#48491, NVIDIA-BioNeMo/bionemo-recipes#1449: the last token of a part has no label."""
+    """huggingface/transformers#48491, NVIDIA-BioNeMo/bionemo-recipes#1449: a part's last token has no label."""
     check = plumbline.check(train, ranks=2, steps=STEPS)
     assert not any(end.has_failed for end in check.ends)
     causes = {one.cause for one in check.findings if one.outcome.is_bad and one.consequence_of is None}

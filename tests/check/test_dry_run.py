@@ -1,4 +1,4 @@
-"""``plumbline check --dry-run`` says beforehand what the recorded steps will cost."""
+"""``plumbline check --dry-run`` predicts the cost of the recorded steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No praise that was not earned: trainings of which little or nothing can be judged, or whose ranks differ."""
+"""No unearned RIGHT: trainings that can be judged only in part or not at all, or whose ranks differ."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def sharded(model):
 
 @pytest.fixture
 def judged(plumbline):
-    """Return a function that trains on ranks, and returns the training with its answer and its sentence."""
+    """Return a function that trains on ranks, and returns the training with its verdict and its reason."""
 
     def judged(train, ranks=2):
         checked = plumbline.check(train, ranks=ranks, steps=STEPS)
@@ -155,7 +155,7 @@ def test_ranks_that_average_gradients_of_different_models_are_wrong(judged, when
 
 
 class LowRank(nn.Module):
-    """A frozen layer and an update of low rank, whose second factor begins as zeros."""
+    """A frozen layer and a low-rank update whose second factor starts as zeros."""
 
     def __init__(self, base):
         super().__init__()
@@ -235,7 +235,7 @@ def test_parts_of_a_model_with_equal_names_are_not_compared(judged, width):
 
 
 class Experts(nn.Module):
-    """Each rank has an expert of its own, to which all ranks send a part of their samples."""
+    """Each rank has its own expert, to which all ranks send some of their samples."""
 
     def __init__(self):
         super().__init__()
@@ -251,7 +251,7 @@ class Experts(nn.Module):
 
 
 class Exchange(torch.autograd.Function):
-    """Half of the rows of each rank go to the other, and so do their gradients."""
+    """Swaps half of each rank's rows with the other rank; the backward swaps their gradients."""
 
     @staticmethod
     def forward(ctx, rows):
@@ -293,7 +293,7 @@ def train_experts(divided):
 
 
 class SplitByHand(nn.Module):
-    """A layer of which each rank has a half; nobody adds up the gradient of what goes into both halves."""
+    """A layer divided by hand: the gradients of its input, which both halves use, are not summed."""
 
     def __init__(self, apart):
         super().__init__()
@@ -360,7 +360,7 @@ def test_where_nothing_could_have_differed_nothing_is_right(judged, classes, rat
 
 
 class AveragesInStep(torch.optim.Optimizer):
-    """An optimizer that averages gradients itself, or shares the work of its step, or forgets to do so."""
+    """An optimizer that averages gradients itself, or divides its work among ranks, or forgets to."""
 
     def __init__(self, parameters, way):
         super().__init__(parameters, {"lr": 0.1})

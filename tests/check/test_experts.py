@@ -1,4 +1,4 @@
-"""Routers of experts: what is not trained, or counts otherwise than it is meant, is told; right ones have no note."""
+"""Routers of experts: mistakes in training and weighting are reported; right ones have no note."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEPS, MICRO_BATCHES, COEFFICIENT = 3, 4, 0.01
 
 
 class Attached(torch.autograd.Function):
-    """Hands a tensor on, and gives a loss its gradient in the backward pass, as several trainers of experts do."""
+    """Passes a tensor on, and starts a loss's gradient in the backward, as in several MoE trainers."""
 
     scale = 1.0
 
@@ -36,7 +36,7 @@ class Attached(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """Sends each token to the best of four experts, and computes a loss that balances them."""
+    """Sends each token to the best of four experts, and computes a balancing loss."""
 
     def __init__(
         self, k=2, detached=False, counted_only=False, capacity=None, attach=None, jitter=None, bias=False, logged=False
@@ -87,7 +87,7 @@ class Net(nn.Module):
 
 
 class Weighed(Attached):
-    """Has the coefficient itself, which no graph shows."""
+    """Applies the coefficient itself, which the graph does not show."""
 
     @staticmethod
     def backward(ctx, gradient):
@@ -95,7 +95,7 @@ class Weighed(Attached):
 
 
 class Corrected(Experts):
-    """Scores by sigmoids, and is balanced by a bias that is a parameter, as DeepSeek's."""
+    """Scores by sigmoids, and is balanced by a bias parameter, like DeepSeek."""
 
     def __init__(self):
         super().__init__()
@@ -115,7 +115,7 @@ class Corrected(Experts):
 
 
 class Balancer:
-    """Balances experts, and is no module."""
+    """Balances experts without being a module."""
 
     def __init__(self):
         self.bias = torch.zeros(4)
@@ -125,7 +125,7 @@ class Balancer:
 
 
 class Balanced(Corrected):
-    """Is balanced by what another object holds."""
+    """Is balanced by another object's values."""
 
     def __init__(self):
         super().__init__()
@@ -138,7 +138,7 @@ class Balanced(Corrected):
 
 
 class Codebook(nn.Module):
-    """Replaces each token by the nearest code, whose codes are means of tokens and not trained by a gradient."""
+    """Replaces each token by the nearest code; codes are means of tokens, not trained by gradients."""
 
     def __init__(self):
         super().__init__()
@@ -184,7 +184,7 @@ def main_only(main, _):
 
 @pytest.fixture
 def notes(plumbline):
-    """Return a function that trains, and returns the notes and what is said of experts."""
+    """Return a function that trains, and returns the notes and those about experts."""
 
     def notes(train, ranks=1):
         checked = plumbline.check(train, ranks=ranks, steps=STEPS)
@@ -292,7 +292,7 @@ def in_parallel():
 
 
 class Other(Net):
-    """A net with another module in the place of its experts."""
+    """A net with another module instead of experts."""
 
     def __init__(self, moe):
         super().__init__()
@@ -300,7 +300,7 @@ class Other(Net):
 
 
 def adversaries():
-    """The discriminator's backward pass comes after the generator's forward, and before its backward pass."""
+    """The discriminator's backward comes between the generator's forward and backward."""
     torch.manual_seed(0)
     generator, discriminator = Net(attach=attached), nn.Sequential(nn.Linear(3, 6), Net())
     optimizers = [torch.optim.SGD(one.parameters(), 0.1) for one in (generator, discriminator)]
@@ -315,7 +315,7 @@ def adversaries():
 
 
 class Accuracy(Net):
-    """Selects classes in its forward, and has no experts to balance: what is computed from them is the main loss."""
+    """Selects classes in its forward, but has no experts to balance: the outputs are used for the main loss."""
 
     def forward(self, inputs):
         outputs = super().forward(inputs)
@@ -363,7 +363,7 @@ def test_a_bias_that_a_forward_changes_is_not_changed_by_its_replays(plumbline, 
 
 
 class Grouped(nn.Module):
-    """Multiplies the tokens of all experts at once, in a kernel that knows no float64, as transformers' experts do."""
+    """Multiplies all experts' tokens at once, in a kernel without float64 support, like transformers' experts."""
 
     def __init__(self):
         super().__init__()
@@ -428,7 +428,7 @@ def test_tokens_that_no_expert_receives_are_counted(notes):
 
 
 def test_experts_that_a_recomputation_chooses_anew_are_named(plumbline):
-    """NVIDIA-NeMo/Automodel#3140: the backward pass routes otherwise than the forward did."""
+    """NVIDIA-NeMo/Automodel#3140: the recomputation routes differently from the forward."""
 
     class Jitter(nn.Module):
         def __init__(self):
@@ -448,7 +448,7 @@ def test_experts_that_a_recomputation_chooses_anew_are_named(plumbline):
 
 
 class Synchronised(Experts):
-    """Counts the tokens of all ranks, as a balancing loss over a global batch does, and holds the loss."""
+    """Counts the tokens of all ranks, like a balancing loss over a global batch, and stores the loss."""
 
     def forward(self, tokens):
         outputs = super().forward(tokens)
@@ -481,7 +481,7 @@ def test_a_loss_that_a_module_holds_is_not_judged_by_what_it_returns(plumbline):
 
 
 class Part(nn.Module):
-    """Lets each rank send its own part of the tokens to experts, as in sequence parallelism."""
+    """Each rank sends its own part of the tokens to experts, as in sequence parallelism."""
 
     def __init__(self):
         super().__init__()
@@ -494,7 +494,7 @@ class Part(nn.Module):
 
 
 def the_same_samples(seed, make=lambda: Net(jitter=torch.rand_like)):
-    """Both ranks hold the same tokens, as those of a tensor-parallel group, and each draws noise."""
+    """Both ranks have the same tokens, like a tensor-parallel group, but draw different noise."""
     model, groups = make(), [dist.new_group([rank]) for rank in range(2)]
     for one in model.parameters():
         dist.broadcast(one.data, 0)

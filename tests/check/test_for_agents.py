@@ -1,4 +1,4 @@
-"""docs/for-agents.md: its program reads a verdict as it says, and its tables have what a verdict can have."""
+"""docs/for-agents.md: its program reads a verdict as described, and its tables list all possible values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trainings with FullyShardedDataParallel (FSDP1) on real ranks: right ones are judged in full, mistakes are named."""
+"""FullyShardedDataParallel (FSDP1) on real ranks: right trainings are judged in full, and mistakes are named."""
 
 import functools
 import warnings
@@ -101,7 +101,7 @@ def backward_with_no_sync(model, micro_batches=2):
 
 
 def train(model, backward=backward, finish=lambda model: None, optimizer=None, seed=None):
-    """Return the sums of all weights that the rank holds, after the training."""
+    """Return the sums of all weights that the rank holds after the training."""
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), 0.01)
     torch.manual_seed(dist.get_rank() if seed is None else seed)
     for _ in range(STEPS):
@@ -469,7 +469,7 @@ def test_gradients_that_were_never_reduced_are_each_ranks_own(flat):
 
 
 class Transposed(nn.Module):
-    """A weight that does not lie in the order of its entries, as of a model in channels_last."""
+    """A weight with transposed strides, as in a channels_last model."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""`plumbline check` on losses over the outputs of all ranks, gathered with and without gradients."""
+"""`plumbline check` on losses over all ranks' outputs, gathered with and without gradients."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def train(gather: Gather, *, scaled: bool = False, is_half: bool = False) -> lis
 
 
 def passed_on(rows: Tensor) -> Tensor:
-    """Own rows, and those of the neighbour, as in ring attention."""
+    """Return own rows and the neighbour's, as in ring attention."""
     received = torch.empty_like(rows)
     sent, to = rows.contiguous(), 1 - dist.get_rank()
     for one in dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, to), dist.P2POp(dist.irecv, received, to)]):
@@ -103,12 +103,12 @@ def detached(rows: Tensor) -> Tensor:
 
 
 def measured(rows: Tensor) -> Tensor:
-    """Own rows in an order that those of all ranks have."""
+    """Return own rows, with columns sorted by the means over all ranks' rows."""
     return rows[:, constant(rows).mean(0).argsort()]
 
 
 class Attention(nn.Module):
-    """Rows that attend to those of all ranks."""
+    """Rows attend to all ranks' rows."""
 
     def __init__(self, gather: Gather) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def attend(gather: Gather) -> list[float]:
 
 
 def without_modules() -> list[float]:
-    """Train a bare weight in a checkpoint, and fail if that runs more often than twice a step."""
+    """Train a bare weight in a checkpoint, and fail if that runs more than twice a step."""
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
     optimizer, ran = torch.optim.SGD([weight], 0.1), []
@@ -194,7 +194,7 @@ def test_what_a_checkpoint_keeps_is_not_computed_again() -> None:
 
 
 def summed(gather: Gather) -> list[float]:
-    """Sum gradients over ranks that each compute the loss of all outputs: it is the gradient of that loss."""
+    """Sum gradients over ranks that each compute the loss of all outputs, which gives this loss's gradient."""
     torch.manual_seed(0)
     weight = nn.Linear(WIDTH, WIDTH)
     optimizer = torch.optim.SGD(weight.parameters(), 0.1)

@@ -1,4 +1,4 @@
-"""DTensors whose gradients have another layout than they: torch leaves sums in ``.grad`` that are not added up yet."""
+"""DTensors whose gradients have another layout than they: torch leaves partial sums in ``.grad``."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ OPTIMIZERS = {
 
 
 def train(make, keeps_own=False):
-    """Train a model that all ranks hold, on rows that they divide; ``keeps_own``: each rank steps with its own sum."""
+    """Train a replicated model on divided rows; ``keeps_own``: each rank steps with its own sum."""
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = distribute_module(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), mesh)

@@ -1,4 +1,4 @@
-"""Backward passes to inputs, and passes whose gradients the script uses for something else than the step."""
+"""Backward passes to inputs, and passes whose gradients the script does not use for the step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Training:
 
 
 def physics(*, synchronised=True):
-    """A loss with derivatives by the inputs, which are leaves, as activations that a pipeline stage receives are."""
+    """A loss with derivatives with respect to inputs; these are leaves, like a stage's received activations."""
     own = Training()
     for _ in range(STEPS):
         own.optimizer.zero_grad()
@@ -67,7 +67,7 @@ def adversarial(*, through_leaf=True):
 
 
 def curvature():
-    """Each second step, another pass estimates how important each weight is."""
+    """Every second step, another pass estimates the importance of each weight."""
     own, importance = Training(), torch.zeros(())
     for step in range(STEPS):
         if step % 2:
@@ -80,7 +80,7 @@ def curvature():
 
 
 def short_windows():
-    """Gradients are zeroed before each micro-batch, and each second step has only one."""
+    """Zeroes gradients before each micro-batch; every second step has only one."""
     own = Training()
     for step in range(STEPS):
         count = 1 if step % 2 else 3
@@ -91,7 +91,7 @@ def short_windows():
 
 
 def lost(*, of_inputs):
-    """The gradients of the first loss are zeroed by mistake."""
+    """Zeroes the gradients of the first loss by mistake."""
     own = Training()
     for _ in range(STEPS):
         own.optimizer.zero_grad()
@@ -102,7 +102,7 @@ def lost(*, of_inputs):
 
 
 def two_frequencies():
-    """One optimizer steps half as often as the other, and its gradients are those of two passes."""
+    """One optimizer steps half as often as the other, with the gradients of two passes."""
     own = Training()
     often = torch.optim.SGD(own.network[0].parameters(), 0.1)
     seldom = torch.optim.Adam(own.network[2].parameters(), 1e-2)
@@ -116,7 +116,7 @@ def two_frequencies():
 
 
 class Critic(nn.Module):
-    """Compares each row with the mean over the rows of all ranks."""
+    """Compares each row with the mean over all ranks' rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class Critic(nn.Module):
 
 
 def taking_turns(*, zeroes=True):
-    """The critic's own passes follow those of the generator, which leave gradients in the critic."""
+    """The critic's own passes follow the generator's, which leave gradients in the critic."""
     own, critic = Training(), Critic()
     judge = DistributedDataParallel(critic)
     other = torch.optim.Adam(judge.parameters(), 1e-2)
@@ -144,7 +144,7 @@ def taking_turns(*, zeroes=True):
 
 
 def weights_of_own_points(*, starts_alike=False):
-    """Each rank trains weights of its own points, to increase the loss."""
+    """Each rank trains the weights of its own points, to increase the loss."""
     own = Training()
     weights = nn.Parameter(torch.ones(8) if starts_alike else torch.rand(8))
     other = torch.optim.Adam([weights], 1e-2, maximize=True)

@@ -100,7 +100,7 @@ def test_gradients_that_own_code_clips_to_one_norm_are_judged(mistake: str, answ
 
 def test_a_plain_part_is_stepped_by_its_own_rank_where_others_are_reduced_in_the_step() -> None:
     training = checked("scaled-tensor-parallel")
-    assert answer_of(training) is Answer.RIGHT_IN_PART  # nothing tells the factors from copies
+    assert answer_of(training) is Answer.RIGHT_IN_PART  # nothing distinguishes the factors from replicated parameters
     assert training.coverage.updates.part == 1
 
 

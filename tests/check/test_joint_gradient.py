@@ -1,4 +1,4 @@
-"""What mistakes predict of single parameters, whose gradients are known along random directions."""
+"""The predictions of mistakes for single parameters, whose gradients are known along random directions."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def evidence(*right: dict[str, Any]) -> GradientEvidence[JointGradient]:
 @pytest.mark.parametrize(
     ("right", "fits"),
     [
-        (measured(1e-4, 1e-6, 1.01e-4), True),  # rounding hides what the step before left
+        (measured(1e-4, 1e-6, 1.01e-4), True),  # rounding hides the rest of the step before
         (measured(1.0, 0.5, 1.0), False),
         (measured(0.0, 0.0, 0.0), True),
     ],
@@ -99,7 +99,7 @@ def test_right_gradients_that_can_be_seen_refute_a_mistake_in_all() -> None:
 
 
 def coarse(random: Random, count: int, *, left: float, right: float = 100.0) -> list[dict[str, Any]]:
-    """Directions whose errors are below 16 × noise: what is left, of some 8 × noise, times ``left``, and rounding."""
+    """Return directions with errors below 16 × noise: a rest of about 8 × noise, times ``left``, and rounding."""
     directions = []
     for _ in range(count):
         value, rest = random.gauss(0.0, right), random.gauss(0.0, 8.0)

@@ -1,4 +1,4 @@
-"""Tensor parallelism whose optimizers step copies of the weights, divided over the ranks of data parallelism."""
+"""Tensor parallelism with optimizers that step copies of the weights, sharded over data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS, ROWS, WIDTH = 3, 8, 16
 
 
 class Parallel(nn.Module):
-    """A layer in two parts between layers that every rank holds whole."""
+    """A layer in two parts, between replicated layers."""
 
     def __init__(self, group: Any) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Parallel(nn.Module):
 
 
 class Training:
-    """A right training; its methods are the places for mistakes."""
+    """A right training; mistakes override its methods."""
 
     def __init__(self, kind=Sharded, dtype=torch.float32, data=2, scale=1.0, micro_batches=1, limit=None, steps=STEPS):
         rank, parts = dist.get_rank(), dist.get_world_size() // data
@@ -91,7 +91,7 @@ class Training:
         return gradient / dist.get_world_size(self.replicas) / self.scale
 
     def clipped(self, gradients):
-        """Return the factor that makes the gradients of the whole model as long as the limit."""
+        """Return the factor that scales the whole model's gradients to the limit."""
         return 1.0 if self.limit is None else min(1.0, self.limit / float(self.square(gradients).sqrt()))
 
     def square(self, gradients):
@@ -101,7 +101,7 @@ class Training:
 
 
 class Stage(nn.Module):
-    """One of two stages on the ranks of a group: they name their parameters alike, and these have other shapes."""
+    """One of two stages on a group's ranks: both use the same parameter names, with different shapes."""
 
     def __init__(self, group: Any) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class InStages(Training):
 
 
 class SetAsAttribute(nn.Module):
-    """A stage that finds what it received in an attribute, where Megatron's schedules put it."""
+    """A stage that reads its received input from an attribute, where Megatron's schedules put it."""
 
     def __init__(self, stage: Stage) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class SetAsAttribute(nn.Module):
 
 
 class BySchedule(InStages):
-    """Stages whose activations a schedule sends, and whose backward passes begin at gradients that it received."""
+    """Stages whose schedule sends activations, and whose backwards start at received gradients."""
 
     def made(self):
         return SetAsAttribute(Stage(self.layers))
@@ -167,7 +167,7 @@ class BySchedule(InStages):
 
 
 class TiedStage(Stage):
-    """The first layer of the first stage and a layer of the second have one weight."""
+    """The first layer of the first stage and a layer of the second share a weight."""
 
     def __init__(self, group: Any) -> None:
         super().__init__(group)
@@ -200,7 +200,7 @@ class OneStageTripled(InStages):
 
 
 class InTwoSteps(Training):
-    """Copies get their gradients in two steps of one optimizer, as DeepSpeed's of experts and of other layers do."""
+    """Copies get their gradients in two steps of one optimizer, like DeepSpeed's for experts and other layers."""
 
     def made_optimizer(self, kind):
         named = list(self.model.named_parameters())
@@ -226,7 +226,7 @@ class TripledInTheSecond(InTwoSteps):
 
 
 class InputNotReduced(Training):
-    """Ranks do not add up the gradients of what all parts of a layer receive."""
+    """Does not sum the gradients of a divided layer's input over the ranks."""
 
     def made(self):
         model = super().made()
@@ -245,7 +245,7 @@ class Summed(Training):
 
 
 class NotScaled(Training):
-    """Gradients are divided by a loss scale by which the loss was not multiplied."""
+    """Divides gradients by a loss scale, but does not multiply the loss by it."""
 
     def averaged(self, name, gradient):
         return super().averaged(name, gradient) / 4096
@@ -257,7 +257,7 @@ class Tripled(Training):
 
 
 class OverAllRanks(Training):
-    """Parts of layers are averaged with each other."""
+    """Averages parts of layers with each other."""
 
     def averaged(self, name, gradient):
         dist.all_reduce(gradient)
@@ -265,7 +265,7 @@ class OverAllRanks(Training):
 
 
 class OwnNorm(Training):
-    """Each rank clips by the norm of the parts that it holds."""
+    """Each rank clips by the norm of its own parts."""
 
     def square(self, gradients):
         return sum(one.square().sum() for one in gradients.values())
@@ -273,7 +273,7 @@ class OwnNorm(Training):
 
 @pytest.fixture
 def judged(plumbline):
-    """Return a function that trains on ranks under check, and returns what was found in the training."""
+    """Return a function that trains on ranks under check, and returns the findings."""
 
     def judged(training, ranks=4, **options):
         checked = plumbline.check(lambda: training(**options).fit(), ranks=ranks, steps=STEPS)
@@ -303,7 +303,7 @@ WRONG = {
     OverAllRanks: "blocks-averaged-with-each-other",
 }
 WHOLE = {NotReduced: "some-parameters-not-synchronised"}
-"""What is named otherwise where each rank holds whole copies."""
+"""Mistakes that have another name if each rank has whole copies."""
 
 
 @pytest.mark.parametrize("options", RIGHT.values(), ids=RIGHT)
@@ -378,7 +378,7 @@ def test_clipping_by_the_norm_of_a_ranks_own_parts_is_named(judged, kind):
 
 
 class PartsScaled(OwnNorm):
-    """The ranks of a layer scale what they hold by factors that have nothing to do with its length."""
+    """A layer's ranks scale their parts by different factors, unrelated to any norm."""
 
     def clipped(self, gradients):
         return (0.5, 0.25)[dist.get_rank(self.layers)]

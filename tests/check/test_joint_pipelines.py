@@ -1,4 +1,4 @@
-"""`plumbline check` on pipelines: every schedule of torch is judged, and mistakes in them are named."""
+"""`plumbline check` on pipelines: all of torch's schedules are judged, and mistakes are named."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_all_of_a_right_pipeline_is_judged(plumbline: Any, scene: str) -> None:
 
 @pytest.mark.parametrize(("scene", "is_told"), [("transposed", True), ("beside", False), ("freed", False)])
 def test_it_is_told_which_gradients_of_activations_were_not_compared(plumbline: Any, scene: str, is_told: bool) -> None:
-    """In one pipeline, a backward pass begins at other values than those that are sent."""
+    """In one pipeline, a backward starts at other values than those that are sent."""
     notes = [one.message for one in checked(plumbline, scene).findings if isinstance(one, HeadlineNote)]
     assert ["Rank 1 received activations, but it is not known which backward pass" in one for one in notes] == [
         True
@@ -102,7 +102,7 @@ def test_stages_that_send_in_their_forward_are_judged_in_full(plumbline: Any) ->
 
 
 def test_stages_that_send_and_receive_in_their_forward_are_judged_on_three_ranks(plumbline: Any) -> None:
-    """The ranks send different numbers of messages: the middle one sends and receives."""
+    """The ranks send different numbers of messages: the middle one both sends and receives."""
     assert answer_of(checked(plumbline, "passing-on", ranks=3)) is Answer.RIGHT
 
 

@@ -1,4 +1,4 @@
-"""The search for wrong gradients in few directions, against a derivative of known gradients."""
+"""The search for wrong gradients in few directions, compared with a derivative of known gradients."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Derivative:
         self.directions = 0
 
     def read_as(self, reading: Reading) -> None:
-        assert not reading.is_sum  # one rank has nothing to add up
+        assert not reading.is_sum  # a single rank has nothing to sum
 
     def not_derivatives(self) -> list[str]:
         return []
@@ -90,7 +90,7 @@ def test_right_gradients_are_right_in_any_direction(seed: int, gradient: float) 
 
 @given(seed=st.integers(0, 10**6))
 def test_errors_that_only_many_parameters_show_together_are_not_dropped(seed: int) -> None:
-    """In directions through all 64, they are some 64 × noise; through one, 8 ×."""
+    """In directions through all 64 parameters, they are about 64 × noise; through one, 8 ×."""
     derivative = Derivative(seed, [50.0] * 64, [8.0] * 64)
     every = list(range(64))
     assume(derivative.difference(every, "0").error(every) > LIMIT)

@@ -1,4 +1,4 @@
-"""Judges of data, weights and objectives on evidence made by hand: what cannot be chance, and what may be meant."""
+"""Judges of data, weights and objectives on hand-made evidence: what cannot be chance, and what may be intended."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def test_what_is_data_parallel() -> None:
 
 
 def sampled(rank: int, **settings: Any) -> RecordedRank:
-    """A rank that trained two whole epochs of a sampler with these settings."""
+    """Return a rank that trained two whole epochs of a sampler with these settings."""
     one = {
         "sampler": 0, "class": "DistributedSampler", "distributed": True, "own": True, "gradients": True,
         "complete": True, "steps": 5, "head": "a", "count": 10, "epoch": 0, "seed": 0, "rank": rank,
@@ -352,7 +352,7 @@ def test_losses_of_several_weights_are_never_accused(weights: list[float]) -> No
 def test_a_mean_over_all_tokens_is_recognised(counts: list[list[int]]) -> None:
     total = sum(map(sum, counts))
     ranks = [
-        # As trainers that divide by the tokens of all ranks do: times the world size, as gradients are averaged.
+        # Like trainers that divide by all ranks' tokens: times the world size, because gradients are averaged.
         [call(count, 2 * count / total, "sum") for count in own]
         for own in counts
     ]
@@ -361,7 +361,7 @@ def test_a_mean_over_all_tokens_is_recognised(counts: list[list[int]]) -> None:
 
 
 def test_a_mean_of_means_is_told_with_its_distance() -> None:
-    # Halves of the gradients (2, 0) and (0, 1): (1, 0.5). Of all terms, a quarter has the one: (0.5, 0.75).
+    # The mean of the gradients (2, 0) and (0, 1) is (1, 0.5). The first has a quarter of all terms: (0.5, 0.75).
     calls, vectors = [call(10, 0.5), call(30, 0.5)], [(1.0, 0.0), (0.0, 0.5)]
     (finding,) = judge_objective(of_calls(calls, calls, vectors=vectors, received=(1.0, 0.5)))
     assert finding.outcome is Outcome.PASSED
@@ -411,7 +411,7 @@ def test_a_loss_written_by_hand_that_is_not_divided_is_a_note(means: list[list[f
     ("rows", "size", "is_told"), [(range(4), 4, True), ((0, 0, 0, 0), 4, False), (range(4), 1, False)]
 )
 def test_only_parts_of_a_batch_are_micro_batches(rows: Sequence[int], size: int, is_told: bool) -> None:
-    """A batch in several views, as in adversarial training, is used several times on purpose."""
+    """Several views of a batch, as in adversarial training, are intended."""
     fetched = {"loader": 0, "pass": 0, "sampler": None, "batch": 1}
     passes = [
         {
@@ -585,7 +585,7 @@ def test_a_communication_hook_may_round_gradients_but_not_change_them(
 @pytest.mark.parametrize(("received", "right"), [(0.0, True), (2e-6, False)])
 def test_gradients_too_small_for_the_format_of_a_hook_may_vanish(received: float, right: bool) -> None:
     process: Facts = {"precision": {"hooks": ["fp16_compress_hook"]}}
-    tiny, small = (2e-8, 2e-8), (received, received)  # float16 has nothing between 0 and 6e-8
+    tiny, small = (2e-8, 2e-8), (received, received)  # float16 has no numbers between 0 and 6e-8
     ranks = tuple(a_rank(rank, [{}], local=tiny, received=small, process=process) for rank in range(2))
     (finding,) = judge_gradients(RecordedTraining(ranks))
     assert (finding.outcome is Outcome.PASSED) is right

@@ -1,4 +1,4 @@
-"""Learning rates and schedules: the same on all ranks, and one step of the schedule for each of the optimizer's."""
+"""Learning rates and schedules: equal on all ranks, and one scheduler step per optimizer step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 
 
 def trained(after_pass: int = 0, after_step: int = 0, micro_batches: int = 2, which: str = "step") -> RecordedTraining:
-    """Train with so many scheduler steps after each backward pass and after each optimizer step."""
+    """Train with these numbers of scheduler steps after each backward pass and each optimizer step."""
 
     def script() -> None:
         model = small_model()

@@ -1,4 +1,4 @@
-"""Ranks that clip one gradient to limits of their own."""
+"""Ranks that clip the same gradient to different limits."""
 
 import torch
 import torch.distributed as dist

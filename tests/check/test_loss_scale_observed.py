@@ -1,4 +1,4 @@
-"""The GradScaler's steps: skipped where gradients are infinite, on all ranks, and without a trace."""
+"""The GradScaler's steps: skipped on overflow, on all ranks, and without side effects."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def amp(
 
 
 class FoundByOthers(torch.amp.GradScaler):
-    """One that overrides a method, as the sharded one does."""
+    """A GradScaler that overrides a method, like the sharded one."""
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         return super().step(optimizer, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""`plumbline check` on losses that communicate, and on modules of a joint forward that run again or are compiled."""
+"""`plumbline check` on losses that communicate, and on modules of a joint forward that rerun or are compiled."""
 
 from __future__ import annotations
 

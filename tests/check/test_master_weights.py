@@ -1,4 +1,4 @@
-"""Optimizers that step copies of the model's weights: whole copies, flat ones, and a run of them on each rank."""
+"""Optimizers that step copies of the model's weights: whole, flat, and a run of the flat copy on each rank."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KINDS = {"whole": Whole, "flat": Flat, "sharded": Sharded, "backwards": Backward
 
 
 class Training:
-    """A right training; its methods are the places for mistakes."""
+    """A right training; mistakes override its methods."""
 
     def __init__(self, kind=Sharded, dtype=torch.float32, micro_batches=1, limit=None, make=model, scale=1.0):
         self.micro_batches, self.limit, self.scale = micro_batches, limit, scale
@@ -102,7 +102,7 @@ class NotReduced(Training):
 
 
 class OwnLoss(Training):
-    """A scaled loss that no function of torch computes."""
+    """A scaled loss that no torch function computes."""
 
     def loss(self):
         inputs = torch.randn(SIZE, 6)
@@ -110,7 +110,7 @@ class OwnLoss(Training):
 
 
 class NotScaled(Training):
-    """The loss is not multiplied by the scale by which gradients are divided: DeepSpeed without ZeRO, #8393."""
+    """Does not multiply the loss by the scale that gradients are divided by: DeepSpeed without ZeRO, #8393."""
 
     def averaged(self, gradient):
         return super().averaged(gradient) / 4096
@@ -126,7 +126,7 @@ class StaleLoad(Training):
 
 
 class StaleRun(Training):
-    """Rank 1 reads its run of the gradients before they have been reduced for this step."""
+    """Rank 1 reads its run of the gradients before this step's reduction."""
 
     def clip(self):
         own = self.copies.masters[0]
@@ -142,7 +142,7 @@ class OwnNorm(Training):
 
 
 class LastMicroBatchMissing(Training):
-    """Gradients are added up before the backward pass of the last micro-batch."""
+    """Reads the gradients before the last micro-batch's backward."""
 
     def add(self, sums, number):
         if number < self.micro_batches - 1:
@@ -176,7 +176,7 @@ WRONG_OF_A_SCALED_LOSS = {
 
 @pytest.fixture
 def judged(plumbline):
-    """Return a function that trains on ranks under check, and returns what was found in the training."""
+    """Return a function that trains on ranks under check, and returns the findings."""
 
     def judged(training, ranks=2, **options):
         checked = plumbline.check(lambda: training(**options).fit(), ranks=ranks, steps=STEPS)
@@ -272,7 +272,7 @@ def with_norms(dtype):
 
 
 class SmallSteps(Training):
-    """Weights that are one stay so in bfloat16."""
+    """Weights of one do not change in bfloat16."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -301,6 +301,6 @@ def test_weights_to_which_nothing_is_copied_back_are_named_beside_others(judged)
 def test_norms_of_clipped_steps_agree_much_better_than_the_factors():
     assert are_clipped([0.1, 0.1000001, 0.1], [0.1387, 0.1388, 0.1397], within=1e-4)
     assert are_clipped([0.1, 0.1005], [0.5, 0.6])
-    assert not are_clipped([0.1, 0.1005], [0.5, 0.5003], within=1e-4)  # the gradients are much alike, and halved
+    assert not are_clipped([0.1, 0.1005], [0.5, 0.5003], within=1e-4)  # the gradients are similar, and halved
     assert not are_clipped([0.1, 0.12], [0.5, 0.6])
     assert not are_clipped([0.1], [0.5])

@@ -1,4 +1,4 @@
-"""Updates of optimizers of whole matrices, in shards or divided over ranks: right ones are judged, mistakes named."""
+"""Updates of optimizers of whole matrices, sharded or divided over ranks: right ones are judged, mistakes named."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _forgotten_on_all_ranks(optimizer: Optimizer) -> None:
 
 
 def _exchanged(optimizer: Optimizer) -> None:
-    """Each rank gets the momentum of the next one."""
+    """Each rank gets the next one's momentum."""
     for state in optimizer.state.values():
         own = state["momentum_buffer"].to_local()
         parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
@@ -106,7 +106,7 @@ def _exchanged(optimizer: Optimizer) -> None:
 
 
 def _swapped(optimizer: Optimizer) -> None:
-    """Two matrices of a rank get each other's momentum."""
+    """Two matrices of a rank swap their momentum."""
     first, second, *_ = [*optimizer.state.values()] * 2
     first["momentum"], second["momentum"] = second["momentum"], first["momentum"]
 
@@ -126,7 +126,7 @@ def test_a_state_that_is_not_the_last_steps_is_named(make, wrap, between, causes
 
 
 class Clipping(Divided):
-    """Clips by the norm of all matrices together, which no replay of one matrix can know."""
+    """Clips by the norm of all matrices together, which a replay of one matrix cannot know."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -149,7 +149,7 @@ def test_an_update_that_depends_on_other_parameters_is_not_judged():
 
 
 class Summing(Optimizer):
-    """Adds up the gradients of the ranks in its step."""
+    """Sums the ranks' gradients in its step."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -187,7 +187,7 @@ def test_a_step_that_adds_up_gradients_is_right_if_the_loss_is_divided(divisor, 
 
 
 class InBlocksAtTimes(OnShards):
-    """As MuonBP does (arXiv 2510.16981): blocks on purpose, and whole matrices at every second step."""
+    """Like MuonBP (arXiv 2510.16981): intended blocks, and whole matrices at every second step."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -210,7 +210,7 @@ def test_a_rank_without_memory_for_whole_matrices_keeps_no_other_waiting(monkeyp
 
 
 class OneAtATime(Optimizer):
-    """Steps one matrix at each step, and each with a rate of its place, as block coordinate descent may do."""
+    """Steps one matrix per step, each with its own rate, as block coordinate descent may."""
 
     def __init__(self, params: Any, lr: float = 0.02, *, in_turn: bool = False) -> None:
         super().__init__(params, {"lr": lr, "taken": 0})
@@ -277,7 +277,7 @@ def test_rounding_that_could_hide_a_step_by_shards_leaves_no_verdict():
     others = {"by-shard": (1e-2, 1e-2), "still": (1.0, 1.0)}
     assert NearReplay(1e-7, tight=1e-7, others=others | {"by-shard": (0.2, 0.2)}).is_right
     assert not NearReplay(1e-7, tight=2e-2, others=others | {"by-shard": (0.2, 0.2)}).is_right
-    assert NearReplay(0.0, tight=2e-2, others=others).is_right  # it repeats the replay bit for bit
+    assert NearReplay(0.0, tight=2e-2, others=others).is_right  # it equals the replay bit for bit
 
 
 def test_an_update_near_to_no_known_mistake_is_like_none():

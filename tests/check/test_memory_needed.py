@@ -1,4 +1,4 @@
-"""What bounds the memory of a check: a part of the parameters, replays in float32, and a refusal that names both."""
+"""Ways to bound a check's memory: a part of the parameters, float32 replays, and a refusal that names both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a verdict says is to be done where a training could not be judged, or only in part."""
+"""The advice of a verdict on a training that could not be judged, or only in part."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def messages():
-    """The sources of the package, without the file of the table."""
+    """Return the package's sources, without the table's file."""
     files = (ROOT / "harness" / "plumbline").rglob("*.py")
     texts = [file.read_text(encoding="utf-8") for file in files if file.parts[-2:] != ("verdict", "verdict.py")]
     return "\n".join(texts)

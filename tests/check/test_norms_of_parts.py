@@ -1,4 +1,4 @@
-"""`plumbline check` on ranks that clip a model in parts: right is the norm of all, each copy once."""
+"""`plumbline check` on ranks that clip a divided model: right is the norm of all parts, counting each copy once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Notes on trainings of one rank: what is seldom meant is said under the verdict, and right trainings have no note."""
+"""Notes on single-rank trainings: likely mistakes are listed under the verdict, and right trainings have none."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def fit(model, loss_of, optimizer=None, steps=STEPS, passes=1):
         optimizer.step()
 
 
-# Losses that are written by hand
+# Hand-written losses
 
 
 def accumulating(divisor):
@@ -58,7 +58,7 @@ def dividing_by_all_tokens():
 
 
 def two_networks():
-    """A generator and a discriminator take turns; the latter's passes are over two kinds of rows."""
+    """A generator and a discriminator take turns; the discriminator's passes use two kinds of rows."""
     generator, discriminator = nn.Linear(4, 4), nn.Linear(4, 1)
     optimizers = [torch.optim.SGD(one.parameters(), 0.1) for one in (generator, discriminator)]
     for _ in range(STEPS):
@@ -72,7 +72,7 @@ def two_networks():
 
 
 def two_models_before_their_steps(divisor):
-    """Both models compute the gradients of two micro-batches before the first one steps."""
+    """Both models accumulate two micro-batches before the first one steps."""
     models = nn.Linear(4, 3), nn.Linear(4, 3)
     optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
     for _ in range(STEPS):
@@ -143,7 +143,7 @@ def in_bfloat16(rate, optimizer=torch.optim.Adam, schedule=None):
 
 
 class Compensated(torch.optim.Adam):
-    """Stands for optimizers that keep what is rounded away."""
+    """Stands in for optimizers that keep rounding errors."""
 
 
 def warming_up(optimizer):
@@ -197,7 +197,7 @@ def test_weight_decay_that_counts_is_not_told(notes, optimizer):
     assert notes(in_bfloat16, 1e-2, optimizer) == []
 
 
-# Parameters that were tied
+# Untied parameters
 
 
 class Tied(nn.Module):
@@ -281,7 +281,7 @@ def test_a_tie_that_the_configuration_asks_for_and_nobody_makes_is_told(notes):
 
 
 class Experts(nn.Module):
-    """Holds its balance loss, returns it, or both; ``logged``: a number for logs alone."""
+    """Stores its balancing loss, returns it, or both; ``logged``: a number only for logs."""
 
     def __init__(self, returned=None):
         super().__init__()
@@ -318,7 +318,7 @@ def experts_used(returned):
 
 
 class OwnLoss(nn.Module):
-    """Computes a loss that a script need not take, and what it logs."""
+    """Computes a loss that a script need not use, and values for logs."""
 
     def __init__(self, fields):
         super().__init__()
@@ -332,7 +332,7 @@ class OwnLoss(nn.Module):
 
 
 class OwnLossOfParts(OwnLoss):
-    """Adds something to its loss in place, as models of experts do."""
+    """Adds to its loss in place, like MoE models."""
 
     def forward(self, inputs, labels):
         made = super().forward(inputs, labels)

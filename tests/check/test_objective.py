@@ -1,4 +1,4 @@
-"""The weight of each loss term is read off the gradient of the loss, whatever the script does with it."""
+"""The weight of each loss term is read from the loss's gradient, whatever the script does with it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TARGETS = torch.tensor([0, 1, -100, 3, -100, 2])
 
 @pytest.fixture
 def observer() -> Iterator[ObjectiveObserver]:
-    """An observer whose patches are taken back."""
+    """An observer whose patches are undone afterwards."""
     names = [name for name in dir(functional) if name.endswith(("loss", "entropy", "logits", "div"))]
     kept = {name: getattr(functional, name) for name in names}
     script = torch.jit.script

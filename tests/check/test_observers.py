@@ -1,4 +1,4 @@
-"""Observers on real torch objects in one process: they note what happens, and change nothing."""
+"""Observers on real torch objects in one process: they take notes, and change nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from plumbline.recording.parameters import ParameterNames
 
 @pytest.fixture
 def loaders() -> Iterator[LoaderObserver]:
-    """An observer of loaders, whose patches are taken back."""
+    """An observer of loaders, whose patches are undone afterwards."""
     owners: list[Any] = [DistributedSampler, RandomSampler, DataLoader]
     kept = [(owner, "__iter__", owner.__iter__) for owner in owners]
     base: Any = dataloader._BaseDataLoaderIter
@@ -37,7 +37,7 @@ def loaders() -> Iterator[LoaderObserver]:
 
 @pytest.fixture
 def ties() -> Iterator[TieObserver]:
-    """An observer of tied weights, whose patches are taken back."""
+    """An observer of tied weights, whose patches are undone afterwards."""
     owners: list[Any] = [nn.Module, nn.Module, nn.Parameter, torch.utils]
     names = ("register_parameter", "load_state_dict", "__deepcopy__", "swap_tensors")
     kept = [(owner, name, getattr(owner, name)) for owner, name in zip(owners, names, strict=True)]
@@ -55,7 +55,7 @@ def test_tied_weights_stay_known_where_a_script_lets_torch_swap_them(ties: TieOb
     assert ties.is_tied(first.weight)
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
-        model.double()  # torch refuses tensors with weak references
+        model.double()  # torch rejects tensors with weak references
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
     assert first.weight is second.weight
@@ -65,7 +65,7 @@ def test_tied_weights_stay_known_where_a_script_lets_torch_swap_them(ties: TieOb
 
 
 def test_a_mesh_may_be_given_by_name() -> None:
-    """As in torch's own examples, and as ``init_device_mesh`` of torch 2.4 does."""
+    """As in torch's own examples, and as in ``init_device_mesh`` of torch 2.4."""
 
     def init(one: Any, device_type: str, mesh: Any) -> None:
         one.mesh, one.mesh_dim_names = mesh, ("data", "tensor")
@@ -201,7 +201,7 @@ def test_a_forward_that_draws_is_known() -> None:
         if draw:
             torch.rand(1)
         observer.forward_ends()
-        torch.rand(1)  # as labels that the script draws: no part of the forward
+        torch.rand(1)  # like labels that the script draws: not part of the forward
         observer.backward_begins(0, ())
     first, second = (observer.backward_ends(0) or {})["forwards"]
     assert (first["drew"], second["drew"]) == ([], ["torch"])
@@ -238,7 +238,7 @@ def test_a_projection_is_as_far_as_the_weights(size: int, dtype: torch.dtype) ->
     left, right = torch.tensor(first, dtype=torch.float64), torch.tensor(second, dtype=torch.float64)
     distance = float((left - right).norm() / left.norm())
     true = float((weights.double() - moved.double()).norm() / weights.double().norm())
-    # Rounding is no multiple of the weights; eight random numbers know its length to a factor.
+    # Rounding is not a multiple of the weights; eight random projections give its norm up to a factor.
     assert true / 4 < distance < true * 4
 
 

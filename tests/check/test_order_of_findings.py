@@ -1,4 +1,4 @@
-"""What is read first of all that is wrong with a user's training: the worst."""
+"""The first finding is the worst one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`plumbline check` names mistakes in parallel code that public trackers tell of."""
+"""`plumbline check` names mistakes in parallel code from public trackers."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def clipped_shards() -> None:
 
 
 class Block(nn.Module):
-    """Two layers, the second of which lies on all ranks in parts, and a norm that every rank holds whole."""
+    """Two layers, the second of which is divided over all ranks, and a replicated norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Block(nn.Module):
 
 
 class PartialInput(Block):
-    """A block that computes with its part of a weight by hand, so that its input's gradient is never reduced."""
+    """A block that uses its part of a weight by hand, so its input's gradient is never reduced."""
 
     def forward(self, values: Tensor) -> Tensor:
         inner = functional.linear(self.norm(values), local(self.up.weight), local(self.up.bias))
@@ -107,7 +107,7 @@ class PartialInput(Block):
 
 
 class HalfPartialInput(Block):
-    """The same beside a second use of the weight, through which the gradient of the input is reduced."""
+    """Like ``PartialInput``, with a second use of the weight through which the gradient is reduced."""
 
     def forward(self, values: Tensor) -> Tensor:
         normed = self.norm(values)
@@ -203,7 +203,7 @@ def experts_biases_not_reduced() -> None:
 
 
 class Halves(nn.Module):
-    """Two blocks in halves, each on two of four ranks. The gradients of their inputs are not added up."""
+    """Two blocks in halves, each on two of four ranks. Their inputs' gradients are not summed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -234,7 +234,7 @@ def halves_of_an_input() -> None:
 
 
 class EqualHalves(Halves):
-    """The same with halves that begin with the same values, and so have equal gradients."""
+    """The same with halves that start with the same values, and so have equal gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ def equal_halves() -> None:
 
 
 class Rows(torch.autograd.Function):
-    """The rows of all ranks, each of which has the gradient of its own rows, summed over ranks or not."""
+    """Gathers all ranks' rows; the backward keeps own rows, summed over the ranks or not."""
 
     @staticmethod
     def forward(context: Any, values: Tensor, is_summed: bool) -> Tensor:
@@ -276,7 +276,7 @@ class Rows(torch.autograd.Function):
 
 
 class OwnRows(torch.autograd.Function):
-    """A rank's rows of the sum over ranks."""
+    """Keeps a rank's rows of the sum over ranks."""
 
     @staticmethod
     def forward(context: Any, values: Tensor) -> Tensor:
@@ -292,7 +292,7 @@ class OwnRows(torch.autograd.Function):
 
 
 class InSequence(nn.Module):
-    """Sequence parallelism: ranks divide the rows between two layers that lie on all ranks in parts."""
+    """Sequence parallelism: ranks divide the rows between two tensor-parallel layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -318,7 +318,7 @@ def in_sequence_not_reduced() -> None:
 
 
 class Towers(nn.Module):
-    """Each rank has a tower of its own for all rows, with a norm that begins as those of other ranks do."""
+    """Each rank has its own tower for all rows, with a norm that starts equal on all ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -333,7 +333,7 @@ class Towers(nn.Module):
 
 
 def summed_towers() -> None:
-    """Train with the sum of the ranks' equal losses, each of which is divided by their number."""
+    """Train with the sum of the ranks' equal losses, each divided by the number of ranks."""
     model = Towers()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(0)

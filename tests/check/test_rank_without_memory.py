@@ -1,4 +1,4 @@
-"""A rank that has no memory left for a replay does not let the others wait for it."""
+"""A rank without memory for a replay does not make the others wait."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def train() -> float:
 
 
 def test_all_ranks_say_which_of_them_has_no_memory_and_the_training_goes_on() -> None:
-    checked = check_function(train, 2, steps=2, timeout=30)  # below what ranks wait for each other
+    checked = check_function(train, 2, steps=2, timeout=30)  # less than ranks wait for each other
     assert len(set(checked.values)) == 1
     (training,) = checked.trainings
     assert answer_of(training) is Answer.NOT_JUDGED

@@ -1,4 +1,4 @@
-"""Activation checkpoints that recompute something else than their forward are found, and right ones are not accused."""
+"""Activation checkpoints whose recomputation differs from the forward are found; right ones are not accused."""
 
 import random
 from functools import partial
@@ -44,7 +44,7 @@ class StraightThrough(torch.autograd.Function):
 
 
 class Rounding(nn.Module):
-    """A backward that is meant to differ from the forward, and draws random numbers of its own."""
+    """A backward that is intended to differ from the forward, with random numbers of its own."""
 
     def __init__(self):
         super().__init__()
@@ -64,7 +64,7 @@ class Scaling(nn.Module):
 
 
 class ByHand(torch.autograd.Function):
-    """A checkpoint as many people have written it."""
+    """A typical hand-written checkpoint."""
 
     @staticmethod
     def forward(ctx, block, preserves, x):
@@ -89,7 +89,7 @@ def by_hand(block, x, *, preserves):
 
 
 class Jittering(nn.Module):
-    """Draws from a generator of its own, as routers of experts do."""
+    """Draws from its own generator, like routers of experts."""
 
     def __init__(self):
         super().__init__()
@@ -123,7 +123,7 @@ class InSegments(Net):
 
 
 def nested(inner, outer):
-    """Checkpoints inside of checkpoints: two blocks in each of two."""
+    """Return nested checkpoints: two blocks in each of two."""
 
     def pair():
         return Net(run=lambda block, x: checkpoint(block, x, use_reentrant=False, preserve_rng_state=inner)).blocks
@@ -171,7 +171,7 @@ def train(make, *, before_backward=None, autocast=None, accumulate=1, hook=None,
 
 
 def found(plumbline, training):
-    """Return the check, and what it found about recomputations, None where there were none."""
+    """Return the check, and its finding about recomputations, or None."""
     checked = plumbline.check(training, ranks=1, steps=STEPS)
     assert not checked.ends[0].has_failed, checked.ends[0].stderr
     return checked, next((one for one in checked.findings if one.check == "recomputation"), None)
@@ -277,7 +277,7 @@ def test_gradients_that_hooks_change_are_not_judged_where_a_checkpoint_is_wrong(
 
 
 class Penalised(nn.Module):
-    """Holds a loss, and counts its forwards that are not replays."""
+    """Stores a loss, and counts its forwards without replays."""
 
     def __init__(self):
         super().__init__()

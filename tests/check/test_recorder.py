@@ -1,4 +1,4 @@
-"""Which optimizer steps the recorder takes down, and with which backward passes."""
+"""Which optimizer steps the recorder records, with which backward passes."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from plumbline.check.judge.coverage import NO_STEP
 
 
 class Raising(torch.optim.SGD):
-    """Raises in its second step, before any weight has changed."""
+    """Raises in its second step, before it changes any weight."""
 
     steps = 0
 

@@ -1,4 +1,4 @@
-"""Which steps are recomputed in float64: those that may show what no earlier one of the same kind has shown."""
+"""Only steps that may show something new are recomputed in float64."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Doubled(torch.autograd.Function):
 
 
 class Net(nn.Module):
-    """Two layers, whose result is doubled by own code or differs each time if asked for."""
+    """Two layers, whose result is doubled by custom code, or differs each time on request."""
 
     def __init__(self, kind: str = "") -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Net(nn.Module):
 
 
 def repeats(net: Net, *, enabled: bool = False, change: str = "", **options: Any) -> list[bool]:
-    """Return, for two steps, whether the second is not recomputed. ``change``: what is done before the second one."""
+    """Return, for two steps, whether the second is not recomputed. ``change`` runs before the second step."""
     found: list[bool] = []
     with recording() as recorded:
         for step in range(2):
@@ -94,11 +94,11 @@ def test_steps_that_cannot_be_recomputed_are_tried_again() -> None:
 def test_own_code_in_a_backward_pass_counts_as_the_same_only_if_it_communicates_as_often() -> None:
     assert repeats(Net("own code"), sent=[1, 1]) == [False, True]
     assert repeats(Net("own code"), sent=[1, 2]) == [False, False]
-    assert repeats(Net(), sent=[1, 2]) == [False, True]  # a wrapper divides gradients into other buckets
+    assert repeats(Net(), sent=[1, 2]) == [False, True]  # the wrapper rebuilds its buckets
 
 
 def exchanges_later(where: str) -> None:
-    """Average gradients over ranks in a layer, or its outputs, from the second step on."""
+    """Average gradients over ranks in a layer, or average its outputs, from the second step on."""
     taken: list[bool] = []
 
     class Exchanged(torch.autograd.Function):
@@ -177,7 +177,7 @@ def test_noise_is_that_of_the_last_recomputed_step(plumbline: Any, mistaken: boo
         return
     sizes = [float(case.norms(case.value(RIGHT)).norm()) for case in (first, others[1])]
     assert noise[2].x_noise > 1e4
-    # Twice the gradient is wrong by the gradient itself, in multiples of the noise that the first step has.
+    # Twice the gradient has an error of one gradient, in multiples of the first step's noise.
     apart = float(case_noise(first).norm()) / sizes[0]
     assert noise[2].x_noise == pytest.approx(1 / apart, rel=0.3)
 

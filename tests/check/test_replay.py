@@ -1,4 +1,4 @@
-"""A replay computes the gradient of what the script ran, exactly, and leaves no trace."""
+"""A replay computes the exact gradient of the script's calls, and leaves no trace."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from plumbline.replay.precision import ReplayPrecision
 from plumbline.replay.replay import replay
 from plumbline.replay.tracked_calls import differentiable
 
-pytestmark = pytest.mark.usefixtures("one_thread")  # more cost more than they save: the models are tiny
+pytestmark = pytest.mark.usefixtures("one_thread")  # the models are tiny: more threads are slower
 
 
 every_example = pytest.mark.parametrize("example", EXAMPLES.values(), ids=EXAMPLES.keys())
@@ -47,7 +47,7 @@ def test_the_exact_gradient_is_that_of_the_training(example: Example) -> None:
 def test_the_exact_gradient_is_that_of_a_training_in_float64(name: str) -> None:
     example = EXAMPLES[name]
     torch.manual_seed(2)
-    # a spectral norm refines its buffers in each call, in float32
+    # a spectral norm updates its buffers in each call, in float32
     model, batches = example.make(), [example.batch() for _ in range(1 if "norms" in name else 2)]
     twin = example.make()
     twin.load_state_dict(model.state_dict())
@@ -171,7 +171,7 @@ def test_random_models(
     layers: list[str], batches: list[int], nested: bool, dtype: torch.dtype | None, seed: int
 ) -> None:
     torch.manual_seed(seed)
-    # What an in-place layer writes to is not to be the output of another, whose backward pass needs it.
+    # An in-place layer must not overwrite an output that another layer's backward needs.
     layers = [name for index, name in enumerate(layers) if name != "in-place" or layers[:index][-1:] != ["in-place"]]
     model = nn.Sequential(nn.Linear(8, 8), *(LAYERS[name]() for name in layers), nn.Linear(8, 2))
     model = nn.Sequential(nn.Tanh(), model) if nested else model
@@ -185,7 +185,7 @@ def test_random_models(
     wanted = [one for one in model.parameters() if one.grad is not None]
     error = sum(float((one.grad - gradients[one]).pow(2).sum()) for one in wanted)
     size = sum(float(gradients[one].pow(2).sum()) for one in wanted)
-    # a batch norm over two rows divides by what may be tiny
+    # a batch norm over two rows may divide by a tiny number
     assert error <= (64 * torch.finfo(dtype or torch.float32).eps * len(layers)) ** 2 * size or "batch-norm" in layers
 
 
@@ -197,7 +197,7 @@ class Unchangeable(dict[str, int]):
 
 
 class Configured(nn.Module):
-    """Has settings that nothing can change, as models of diffusers do."""
+    """Has immutable settings, like diffusers' models."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The gradient of a step must not depend on which rank and micro-batch has which sample."""
+"""A step's gradient must not depend on which rank and micro-batch has which sample."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def padded(texts):
 
 
 def training(count, dropped=0.0, draws=False, loader_of=DataLoader):
-    """Return a function that trains; ``count`` makes the divisor of a micro-batch of those of all."""
+    """Return a function that trains; ``count`` returns a micro-batch's divisor, given all divisors."""
 
     def train():
         model, data = DistributedDataParallel(Words(dropped)), Texts(draws)

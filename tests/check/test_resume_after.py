@@ -1,4 +1,4 @@
-"""``plumbline check --resume-after K``: a training that is interrupted and resumed, beside an uninterrupted one."""
+"""``plumbline check --resume-after K``: an interrupted and resumed training is compared with an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ train(*sys.argv[1:])
 
 
 def train(folder, mistake=""):
-    """Train for nine epochs of six batches; save after every fourth step, and go on from what was saved."""
+    """Train for nine epochs of six batches; save after every fourth step, and resume from what was saved."""
     Path(folder).mkdir(exist_ok=True)
     file = Path(folder) / "saved.pt"
     torch.manual_seed(0)
@@ -80,7 +80,7 @@ def train(folder, mistake=""):
 
 
 def found_in(tmp_path, mistake, steps=8):
-    """Return the findings about a training with a mistake, which is interrupted after so many steps."""
+    """Return the findings about a training with a mistake that is interrupted after this many steps."""
 
     def recorded(name, folder, options):
         evidence = tmp_path / name
@@ -168,7 +168,7 @@ def test_what_cannot_be_compared_is_not_judged(tmp_path, mistake, steps, why):
 
 
 def train_together(folder, mistake):
-    """Train on any number of ranks, on the same eight rows a step; save after every second step, and go on."""
+    """Train on any number of ranks with the same eight rows per step; save after every second step, and resume."""
     Path(folder).mkdir(exist_ok=True)
     file, rank, ranks = Path(folder) / "saved.pt", 0, 1
     torch.manual_seed(0)
@@ -184,7 +184,7 @@ def train_together(folder, mistake):
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         optimizer.param_groups[0]["lr"] *= ranks / 2 if mistake in ("four rows a rank", "other rows") else 1
-        # As NVIDIA-NeMo/Megatron-Bridge#5637: the position is that of one of the ranks that there were.
+        # Like NVIDIA-NeMo/Megatron-Bridge#5637: the position is that of one of the former ranks.
         begin = done // 2 if mistake == "one rank's position" else begin
     for step in range(begin, 12):
         rows = torch.randn(8, 6, generator=torch.Generator().manual_seed(step)).chunk(ranks)[rank]
@@ -200,7 +200,7 @@ def train_together(folder, mistake):
         done += 1
         states = {} if mistake == "sharded" else copy.deepcopy(optimizer.state_dict())
         for state in states["state"].values() if mistake == "zeros" else ():
-            state["exp_avg"].zero_()  # as NVIDIA/Megatron-LM#5077
+            state["exp_avg"].zero_()  # like NVIDIA/Megatron-LM#5077
         if done % 2 == 0 and rank == 0:
             torch.save({"model": model.state_dict(), "optimizer": states, "done": done}, file)
 
@@ -235,7 +235,7 @@ def test_what_can_be_compared_on_another_number_of_ranks_is_compared(tmp_path, m
 
     whole = recorded("whole", "w", 2, RecordingOptions(8, state=True, replays=False))
     first = recorded("first", "i", 2, RecordingOptions(5, interrupt_after=4, state=True, replays=False))
-    if mistake == "sharded":  # without what torch needs to read shards on one rank
+    if mistake == "sharded":  # without the metadata that torch needs to read shards on one rank
         (tmp_path / "i" / "saved.pt").unlink()
     resumed = recorded("resumed", "i", 1, RecordingOptions(4, state=True))
     *_, finding = judge_resumption(first, resumed, whole, 4)

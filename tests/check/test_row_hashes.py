@@ -1,4 +1,4 @@
-"""Rows of inputs are known again by their bits, and only by those."""
+"""Rows of inputs are recognised by their bits, and only by these."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_documents_of_tokens_are_rows() -> None:
     first, _, again, _ = documents(2, 3, 5, 6)
     assert first == again
     assert len(set(documents(3, 6))) == 2
-    assert len(documents(3, 5)) == 6  # the ends are not those of this tensor
+    assert len(documents(3, 5)) == 6  # the slice has other ends than this tensor
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Steps over fewer micro-batches than others: whether their losses weigh as much together."""
+"""Steps with fewer micro-batches than others: their losses must have the same total weight."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STEPS = 4
 
 
 def fit(divisor, reduction="mean"):
-    """Train over windows of three micro-batches and of one; ``divisor(count)`` divides each of their losses."""
+    """Train over windows of three micro-batches and of one; ``divisor(count)`` divides each loss."""
 
     def train():
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""`plumbline check` on losses over all tokens of a step whose gradients are divided after the backward passes."""
+"""`plumbline check` on losses over all tokens of a step, with gradients divided after the backward passes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def train(recipe: Recipe) -> list[float]:
             count *= data / dist.get_world_size()
         for one in model.parameters():
             one.grad *= data / count * recipe.extra
-        if recipe.parallel != "fsdp+tp":  # whose parameters lie on several meshes
+        if recipe.parallel != "fsdp+tp":  # its parameters are on several meshes
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
@@ -66,7 +66,7 @@ def train(recipe: Recipe) -> list[float]:
 
 
 def _parallel(recipe: Recipe, layers: nn.Sequential) -> tuple[Any, int]:
-    """Return the parallel model, and over how many ranks of data parallelism gradients are averaged."""
+    """Return the parallel model, and the number of data-parallel ranks over which gradients are averaged."""
     if recipe.parallel == "ddp":
         return DistributedDataParallel(layers), dist.get_world_size()
     if recipe.parallel == "fsdp":

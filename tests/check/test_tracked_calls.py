@@ -1,4 +1,4 @@
-"""Which calls are recorded, and what is said where one cannot be run again."""
+"""Which calls are recorded, and the message if one cannot be rerun."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from plumbline.replay.uses import received_leaf
 
-pytestmark = pytest.mark.usefixtures("one_thread")  # more cost more than they save: the models are tiny
+pytestmark = pytest.mark.usefixtures("one_thread")  # the models are tiny: more threads are slower
 
 
 def reasons(recorded: Recording) -> set[str]:
@@ -463,7 +463,7 @@ def test_a_tensor_that_is_received_into_again_is_another_activation() -> None:
     with recording() as recorded:
         for weight in (1.0, 2.0):
             output = model(received)
-            kept.append(output)  # as pipelines keep the outputs of their last stage
+            kept.append(output)  # like pipelines that keep the outputs of their last stage
             recorded.backward(weight * output.sum())
         first, second = (call.activations[0] for call in recorded.calls.calls)
     assert [*first.gradients] == [0]
@@ -471,7 +471,7 @@ def test_a_tensor_that_is_received_into_again_is_another_activation() -> None:
 
 
 class WritesIntoItsInput(nn.Module):
-    """Returns the dict that it is given, as the modules of sentence-transformers do."""
+    """Returns its input dict, like sentence-transformers' modules."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""`plumbline check` on what torchtitan and Megatron do.
+"""`plumbline check` on techniques of torchtitan and Megatron.
 
-Optimizers in containers, sums instead of means, flex_attention, and generators with states of their own.
+Optimizers in containers, sums instead of means, flex_attention, and several generator states.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WORLD = 2
 
 
 class Container(torch.optim.Optimizer):
-    """Two optimizers as one, as torchtitan has them."""
+    """Two optimizers in one object, like torchtitan's."""
 
     def __init__(self, model: nn.Module) -> None:
         matrices = [one for one in model.parameters() if one.ndim > 1]
@@ -42,7 +42,7 @@ class Container(torch.optim.Optimizer):
 
 
 class Tracker:
-    """Keeps the state of a generator for parts of a forward, as Megatron does."""
+    """Keeps generator states for parts of a forward, like Megatron."""
 
     def __init__(self) -> None:
         self.states = {"parts": torch.Generator().manual_seed(5).get_state()}
@@ -63,7 +63,7 @@ class Tracker:
 
 
 class Attention(nn.Module):
-    """Attention as an operator that takes functions."""
+    """Attention as a higher-order operator."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Trainings of two real ranks: each mistake is named, and nothing is said against the right ones."""
+"""Trainings of two real ranks: each mistake is named, and right ones are not accused."""
 
 from __future__ import annotations
 

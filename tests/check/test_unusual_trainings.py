@@ -1,4 +1,4 @@
-"""Right trainings of unusual kinds on real ranks: nothing is said against them, and a mistake in them is named."""
+"""Unusual right trainings on real ranks are not accused, and a mistake in them is named."""
 
 import contextlib
 import itertools
@@ -38,7 +38,7 @@ def loss_of(model, *, synchronised=True):
 
 
 def train_steps(model, optimizer=None, *, loss=loss_of, change=lambda model: None):
-    """Step with samples of the rank's own, and change the gradients before each step."""
+    """Take steps with the rank's own samples, and change gradients before each step."""
     optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1)
     torch.manual_seed(dist.get_rank())
     for _ in range(STEPS):
@@ -79,7 +79,7 @@ def an_optimizer_for_each_parameter(synchronised=True):
 
 
 class Spectral(nn.Module):
-    """Complex weights, as those of a Fourier neural operator."""
+    """Complex weights, as in a Fourier neural operator."""
 
     def __init__(self):
         super().__init__()
@@ -98,7 +98,7 @@ def complex_weights(synchronised=True):
 
 
 def a_layer_frozen_by_removing_its_gradients(synchronised=True):
-    """As DINO does with its last layer in the first epoch."""
+    """Like DINO's last layer in the first epoch."""
     model = DistributedDataParallel(small())
 
     def remove(model):
@@ -149,7 +149,7 @@ def test_it_is_right_and_wholly_compared(plumbline, train):
     coverage = training.coverage
     frozen = a_layer_frozen_by_removing_its_gradients
     assert (coverage.gradients.part, coverage.updates.part) == (1, 1) or train is frozen
-    assert not coverage.replays.left_out or train is an_optimizer_for_each_parameter  # steps inside of the pass
+    assert not coverage.replays.left_out or train is an_optimizer_for_each_parameter  # steps inside the backward pass
 
 
 @pytest.mark.parametrize("train", ALL, ids=lambda train: train.__name__)
@@ -194,7 +194,7 @@ def test_removed_gradients_are_told(plumbline):
 
 
 def skips_its_first_step(zeroes, scale):
-    """The first loss is infinite on one rank; unless it ``zeroes``, a skipped step leaves the gradients as they are."""
+    """The first loss is infinite on one rank; unless it ``zeroes``, a skipped step keeps the gradients."""
     model = DistributedDataParallel(small())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale)
@@ -213,7 +213,7 @@ def skips_its_first_step(zeroes, scale):
     [(True, 16.0, []), (False, 16.0, ["skipped-without-overflow"]), (False, 2.0**40, [])],
 )
 def test_infinities_that_a_skipped_step_leaves_are_found(plumbline, zeroes, scale, found):
-    """Where float16 would not hold the sum over ranks either, they may be new ones."""
+    """If float16 could not hold the sum over ranks either, they may be new ones."""
     checked = plumbline.check(lambda: skips_its_first_step(zeroes, scale), ranks=2, steps=STEPS)
     assert [(one.cause, one.step) for one in checked.findings if one.outcome.is_bad] == [(one, 1) for one in found]
 
@@ -360,7 +360,7 @@ def test_frozen_parameters_are_not_counted_as_trainable(plumbline):
 
 
 class Alone(torch.autograd.Function):
-    """A sum over the ranks of a group that has one, as layers in parts have it where there is one part."""
+    """Sums over a group with one rank, like a divided layer with a single part."""
 
     @staticmethod
     def forward(context, values, group):
@@ -384,7 +384,7 @@ class InOnePart(nn.Module):
 
 
 class Wrapper(nn.Module):
-    """A wrapper whose buffers are those in which it reduces gradients, as Megatron's is."""
+    """A wrapper whose buffers hold gradients for the reduction, like Megatron's."""
 
     def __init__(self, module):
         super().__init__()
@@ -401,7 +401,7 @@ def test_a_collective_in_a_group_of_one_rank_is_computed_again_by_each_rank(plum
         model = Wrapper(InOnePart())
         sizes = [one.numel() for one in model.parameters()]
         shards = [one.detach().view(-1).chunk(2)[dist.get_rank()] for one in model.parameters()]
-        optimizer = torch.optim.AdamW(shards, 0.01)  # as a distributed optimizer: each rank updates its part
+        optimizer = torch.optim.AdamW(shards, 0.01)  # like a distributed optimizer: each rank updates its part
         torch.manual_seed(10 + dist.get_rank())
         for _ in range(STEPS):
             model.zero_grad()
@@ -434,7 +434,7 @@ def noisy(model):
 
 
 def trained_after(change, *, wrap=lambda model: model):
-    """Return a training whose ranks have samples of their own, and that changes gradients before each step."""
+    """Return a training whose ranks have their own samples, and that changes gradients before each step."""
     return lambda: train_steps(wrap(small()), change=change)
 
 
@@ -782,7 +782,7 @@ def test_ranks_that_each_shuffle_an_augmented_data_set_are_noted(plumbline, samp
 
 
 class EveryOther(BatchSampler):
-    """Deals out the batches of one order over two ranks, as Accelerate does."""
+    """Deals the batches of one order out to two ranks, like Accelerate."""
 
     def __iter__(self):
         return itertools.islice(super().__iter__(), dist.get_rank(), None, 2)
@@ -1050,7 +1050,7 @@ def test_parameters_for_which_the_wrapper_waits_are_named(plumbline, finds):
             return self.used(inputs)
 
     def train():
-        with contextlib.suppress(RuntimeError):  # the wrapper refuses the second forward
+        with contextlib.suppress(RuntimeError):  # the wrapper rejects the second forward
             train_steps(DistributedDataParallel(Unused(), find_unused_parameters=finds))
 
     checked = plumbline.check(train, ranks=2, steps=STEPS)
@@ -1060,7 +1060,7 @@ def test_parameters_for_which_the_wrapper_waits_are_named(plumbline, finds):
 
 
 class RoundsAtRandom(torch.optim.Optimizer):
-    """Rounds float32 results to bfloat16 up or down, with probabilities by their distance."""
+    """Rounds float32 results to bfloat16 stochastically."""
 
     def __init__(self, params):
         super().__init__(params, {})
@@ -1134,7 +1134,7 @@ def test_a_state_that_closures_change_within_a_step_is_not_called_changed(plumbl
 
 
 def clipped_while_scaled(first):
-    """Return a training that clips with its own code, before or after the GradScaler divides the gradients."""
+    """Return a training with hand-written clipping, before or after the GradScaler unscales."""
 
     def train():
         model = DistributedDataParallel(small())
@@ -1223,7 +1223,7 @@ def test_hooks_that_run_before_gradients_are_averaged_are_told(plumbline, hooked
 def test_gradients_of_local_sgd_are_right_before_and_after_ranks_step_alone(plumbline, first_local_step):
     def train():
         model = DistributedDataParallel(small())
-        group = dist.new_subgroups(1)[0]  # each rank by itself, as if it were a node
+        group = dist.new_subgroups(1)[0]  # each rank by itself, like a node
         model.register_comm_hook(PostLocalSGDState(None, group, first_local_step), post_localSGD_hook)
         averager = PeriodicModelAverager(100, first_local_step)
         train_steps(model, PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), 0.1), averager))
@@ -1293,7 +1293,7 @@ def test_settings_that_differ_between_ranks_with_shards_are_found(plumbline):
 
 
 class MomentumContrast(nn.Module):
-    """An encoder and a slow copy of it, which moves in each forward, with the keys of all ranks in a queue."""
+    """An encoder and its momentum copy, updated in each forward, with all ranks' keys in a queue."""
 
     def __init__(self):
         super().__init__()
@@ -1357,7 +1357,7 @@ def test_the_batch_of_a_pass_is_that_of_its_outermost_forward(plumbline):
 
 
 class Step(nn.Module):
-    """Has no forward of its own, as many a LightningModule, and shows the mean loss of all ranks."""
+    """Has no forward, like many LightningModules, and logs the mean loss over all ranks."""
 
     def __init__(self):
         super().__init__()

@@ -37,7 +37,7 @@ OPTIONS: dict[str, dict[str, list[Any]]] = {
     "Adafactor": {"lr": [0.01], "eps": [(None, 1e-3), (1e-3, 1e-3)], "maximize": [False, True]},
     "Muon": {"lr": [0.01], "nesterov": [True, False], "weight_decay": [0, 0.1]},
 }  # fmt: skip
-"""Options of the classes of torch.optim that are drawn."""
+"""Drawn options of torch.optim's classes."""
 
 NAMES = [name for name in OPTIONS if hasattr(torch.optim, name)]
 EXACT = [name for name in NAMES if name != "Muon"]  # it computes in bfloat16
@@ -65,7 +65,7 @@ def with_gradients(optimizer: Optimizer, without: int | None = None) -> None:
 
 
 def steps(optimizer: Optimizer, count: int = 3, change: Callable[[list[Tensor], list[Tensor]], None] | None = None):
-    """Record steps; ``change`` gets the weights before and after the last of them, and changes the latter."""
+    """Record steps; ``change`` gets the weights before and after the last step, and changes the latter."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     with watching() as watch, torch.no_grad():
         for index in range(count):
@@ -80,7 +80,7 @@ def steps(optimizer: Optimizer, count: int = 3, change: Callable[[list[Tensor], 
 
 
 def _plain_step(optimizer: Optimizer) -> None:
-    """Step without hooks: the caller observes."""
+    """Step without hooks, because the caller observes."""
     type(optimizer).step.__wrapped__(optimizer)
 
 
@@ -105,9 +105,9 @@ def test_right_steps_of_every_class_are_within_noise(optimizer):
 
 def test_a_step_that_overflows_in_its_own_precision_is_told_from_a_wrong_one():
     weights = nn.Parameter(torch.ones(3, dtype=torch.float16))
-    optimizer = torch.optim.RMSprop([weights], momentum=0.9)  # whose eps is 0 in float16
+    optimizer = torch.optim.RMSprop([weights], momentum=0.9)  # its eps is 0 in float16
     with watching() as watch, torch.no_grad():
-        weights.grad = torch.tensor([1.0, 1e-4, 1.0], dtype=torch.float16)  # and so is the square of 1e-4
+        weights.grad = torch.tensor([1.0, 1e-4, 1.0], dtype=torch.float16)  # and the square of 1e-4 is 0 too
         watch.gradients_ready(optimizer)
         _plain_step(optimizer)
         watch.step_ends(optimizer)
@@ -119,7 +119,7 @@ def test_the_replay_is_what_the_same_optimizer_does_in_float64(optimizer):
     if any(group.get("fused") for group in optimizer.param_groups):
         return
     for group in optimizer.param_groups:
-        group["lr"] = float(group["lr"])  # a tensor would bring its own precision
+        group["lr"] = float(group["lr"])  # a tensor would have its own precision
     for _ in range(2):
         with_gradients(optimizer)
         optimizer.step()
@@ -194,7 +194,7 @@ def _train(optimizer_of: Callable[[Any], Optimizer], count: int = 4) -> list[flo
 
 
 class PlainSign(Optimizer):
-    """A user's own class."""
+    """A user-defined optimizer class."""
 
     def __init__(self, params: Any, lr: float = 0.01, noisy: bool = False) -> None:
         self.noisy = noisy
@@ -209,7 +209,7 @@ class PlainSign(Optimizer):
 
 
 class KeepsFirst(PlainSign):
-    """One that remembers tensors of its own, which a copy would share."""
+    """An optimizer that keeps tensors of its own, which a copy would share."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
@@ -217,7 +217,7 @@ class KeepsFirst(PlainSign):
 
 
 class Slow(PlainSign):
-    """One that averages with weights to which only its closure leads."""
+    """An optimizer that averages with weights that only its closure refers to."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
@@ -237,7 +237,7 @@ class Buffer:
 
 
 class Remembers(PlainSign):
-    """One whose state is an object, and whose steps become shorter by a list in a dict, which a copy might share."""
+    """An optimizer whose state is an object, and whose steps shrink by a list in a dict that a copy might share."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
@@ -253,7 +253,7 @@ class Remembers(PlainSign):
 
 
 class Draws(PlainSign):
-    """One that leaves out parameters at random, by Python's generator."""
+    """An optimizer that skips parameters at random, by Python's generator."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -278,7 +278,7 @@ def test_losses_are_the_same_bit_for_bit_whether_steps_are_replayed_or_not(make)
 
 
 class Coupled(PlainSign):
-    """One whose updates depend on all gradients, on all states, and on a state that belongs to no parameter."""
+    """An optimizer whose updates depend on all gradients, all states, and a state that belongs to no parameter."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
@@ -299,7 +299,7 @@ class Coupled(PlainSign):
 
 
 class Counts(PlainSign):
-    """One whose steps become shorter by a counter that a copy shares."""
+    """An optimizer whose steps shrink by a counter that a copy shares."""
 
     count: ClassVar = [0]
 
@@ -374,7 +374,7 @@ def test_weight_clipping_between_steps_is_information():
 
 
 def _sam() -> None:
-    """Sharpness-aware minimisation: away from the weights, another gradient there, back, and a step."""
+    """Sharpness-aware minimisation: move the weights, compute another gradient, move back, and step."""
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     for index in range(3):
@@ -480,7 +480,7 @@ def test_nothing_is_found_wrong_with(script):
 
 @pytest.mark.parametrize("name", ["AdamW", "NAdam", "RAdam"])
 def test_a_compiled_step_rounds_more_and_is_right(name):
-    """Compiled code has 1 - β₂ in float32, which shows where weights are so small that they hide no rounding."""
+    """Compiled code has 1 - β₂ in float32, which shows if weights are too small to hide rounding."""
 
     def script() -> None:
         model = small_model()
@@ -500,7 +500,7 @@ def test_a_compiled_step_rounds_more_and_is_right(name):
 
 
 def test_weights_that_are_no_numbers_to_train_are_left_alone():
-    """As those of quantised layers, which are handed to the optimizer with all the others."""
+    """Like those of quantised layers, which optimizers get with all others."""
 
     def script() -> None:
         model = small_model()

@@ -1,4 +1,4 @@
-"""What a checked command comes to: the answer, its reason, the exit code."""
+"""The result of a checked command: verdict, reason and exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verdict on a terminal, as JSON and as a page: all say the same, and text from a script is only text."""
+"""The verdict on a terminal, as JSON and as a page: all agree, and text from a script stays text."""
 
 from __future__ import annotations
 
