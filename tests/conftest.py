@@ -1,4 +1,4 @@
-"""What every folder's tests may ask for: a pytest inside pytest, and ranks from pools that are warm already."""
+"""Fixtures for all folders: a pytest inside pytest, and ranks from warm pools."""
 
 # ruff: noqa: E402 - pytest is told first what it need not rewrite.
 from __future__ import annotations
@@ -17,7 +17,7 @@ from _pytest.assertion.rewrite import AssertionRewritingHook
 
 for _hook in sys.meta_path:
     if isinstance(_hook, AssertionRewritingHook):
-        # pytest takes packages with plugins for tests, and would rewrite all of their modules in each process.
+        # pytest treats packages with plugins as tests, and would rewrite all their modules in each process.
         _hook._must_rewrite -= {"hypothesis", "plumbline"}
         _hook._marked_for_rewrite_cache.clear()
 
@@ -33,7 +33,7 @@ pytest_plugins = ["pytester"]
 
 HERE = Path(__file__).parent
 NIGHTLY = HERE / "nightly.txt"
-"""What runs at night only: a folder, a file, a test or a case of one in each line; after ``!`` a case that does not."""
+"""Tests that run only at night: a folder, file, test or case per line; after ``!``, a case that runs by day too."""
 
 WARM = "warm ranks"
 TOGETHER = {
@@ -69,7 +69,7 @@ TOGETHER = {
     "plugin/test_subject_code.py": "runs of a project",
     "plugin/test_undeclared.py": "runs of a project",
 }
-"""Folders and files that share something that takes long to make, by what it is; any other file stands alone."""
+"""Folders and files that share an expensive resource, by its name; all other files run independently."""
 
 ONE_POOL = (
     "torch",
@@ -82,7 +82,7 @@ ONE_POOL = (
     *(str(HERE / "judge" / "subjects" / name) for name in ("wrong_meshes.py", "wrong_stages.py")),
     *(str(HERE / "worker" / "subjects" / name) for name in ("fused.py", "sharded.py")),
 )
-"""Locators that one fork server has together: each takes three seconds to start. Names are unique among them."""
+"""Locators that share one fork server, because each takes three seconds to start. Names are unique among them."""
 
 COLLECTION = """
 from plumbline.subjects.load import load
@@ -92,11 +92,11 @@ for number, locator in enumerate({locators}):
         globals()[f"{{number}}_{{place}}"] = one.train
 """
 
-# Tests and what they import stay until the end. Nobody looks for garbage among them: neither this process while it
-# collects tests, nor a rank forked from it, which would have to copy the pages of a million objects.
+# Tests and their imports stay until the end. Keep the garbage collector from visiting them: in this process while it
+# collects tests, and in ranks forked from it, which would have to copy the pages of a million objects.
 gc.disable()
 
-# Tensors of tests are small: a second thread would wait for the first, and take a processor's time for that.
+# Tests have small tensors: a second thread would only use CPU time waiting for the first.
 torch.set_num_threads(1)
 
 hypothesis.settings.register_profile("ci", max_examples=15, deadline=None, derandomize=True)
@@ -105,15 +105,15 @@ hypothesis.settings.load_profile("ci")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker of tests that need CUDA devices (``pytest -m cuda`` is these alone), and attend to Ctrl-C."""
+    """Register the marker of tests that need CUDA devices (``pytest -m cuda`` selects them), and handle Ctrl-C."""
     config.addinivalue_line("markers", "cuda(devices=1): skipped where there are fewer CUDA devices")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        # What runs in the background of a shell ignores Ctrl-C, and so would the commands that tests interrupt.
+        # Background jobs of a shell ignore SIGINT, and the commands that tests interrupt would inherit this.
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def group_of(file: str) -> str:
-    """Return what a test file shares, from its path below this folder."""
+    """Return the shared resource of a test file, from its path below this folder."""
     return TOGETHER.get(file) or TOGETHER.get(file.partition("/")[0]) or file
 
 
@@ -136,14 +136,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_finish() -> None:
-    """Look for garbage again, among objects that are made from now on."""
+    """Let the garbage collector visit objects that are created from now on."""
     gc.freeze()
     gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what needs devices that are not here, and what runs at night."""
+    """Mark tests that need missing devices, and tests that run only at night."""
     present = torch.cuda.device_count()
     lines = [line for line in NIGHTLY.read_text().splitlines() if line and not line.startswith("#")]
     nightly, by_default = set(lines), {line[1:] for line in lines if line.startswith("!")}
@@ -169,7 +169,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_worker_to_those_it_starts():
-    """Let whatever a test starts begin as if no xdist were around it."""
+    """Hide xdist from the processes that a test starts."""
     with pytest.MonkeyPatch.context() as environment:
         for name in [name for name in os.environ if name.startswith("PYTEST_XDIST_")]:
             environment.delenv(name)
@@ -206,13 +206,13 @@ def cell_of():
 
 @pytest.fixture(scope="session")
 def thorough(pytestconfig) -> bool:
-    """Whether loops over seeds and places go through all of them: with ``--hypothesis-profile nightly``."""
+    """Whether loops over seeds and places are complete: with ``--hypothesis-profile nightly``."""
     return pytestconfig.getoption("--hypothesis-profile") == "nightly"
 
 
 @pytest.fixture(scope="module")
 def program():
-    """Import a program of ``ci/`` or ``suites/`` by its file; it and what it imports from there are forgotten again."""
+    """Import a program of ``ci/`` or ``suites/`` by its file; remove it and its imports from there afterwards."""
     path, modules = list(sys.path), set(sys.modules)
 
     def imported(file: Path) -> ModuleType:
@@ -232,7 +232,7 @@ def program():
 
 @pytest.fixture
 def workloads_as_before():
-    """Forget, after a test, what it registers."""
+    """Remove the workloads that a test registers."""
     before = dict(WORKLOADS)
     yield
     WORKLOADS.clear()
@@ -241,7 +241,7 @@ def workloads_as_before():
 
 @pytest.fixture
 def one_thread():
-    """Let torch compute in one thread, as the harness does, and put it back."""
+    """Let torch compute in one thread, like the harness; restore the number afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""Starts a script on two ranks as torchrun does: ``python forked_ranks.py SCRIPT``. They share one import of torch."""
+"""Starts a script on two ranks like torchrun: ``python forked_ranks.py SCRIPT``. They share one import of torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The promises that the project makes about itself."""
+"""The project's promises about itself."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_ci_runs_the_test_command_that_the_readme_gives():
 
 
 def test_nothing_makes_an_array_of_numpy_where_only_torch_may_be():
-    """Calls that need numpy without an import, which the contracts of the imports do not see."""
+    """Calls that need numpy without importing it, which import contracts cannot see."""
     for path in (ROOT / "harness" / "plumbline").rglob("*.py"):
         assert not re.search(r"\.numpy\(|from_numpy\(", path.read_text()), path
 

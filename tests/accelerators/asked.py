@@ -1,4 +1,4 @@
-"""Asks the harness about a type of device of our own; run in a process where torch has it. Fails on a wrong answer."""
+"""Queries the harness about a custom device type, in a process whose torch has it. Fails on a wrong answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from plumbline.worker.timing.devices import WaitingClock, clock_of, memory_of
 
 own = torch.device("own", 0)
 
-# Nothing of this initialises the device.
+# None of this initialises the device.
 assert resolve_accelerator("auto") == resolve_accelerator("own") == devices_for("auto") == ("own", 1)
 assert "own" in types.accelerators()
 assert types.device_type("own").one == "an OWN device"

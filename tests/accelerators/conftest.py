@@ -1,4 +1,4 @@
-"""A type of device of our own, which is neither the CPU nor CUDA, in processes that these tests start."""
+"""A custom device type, neither CPU nor CUDA, for processes that these tests start."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def run(tmp_path) -> Run:
-    """Run Python with arguments in an environment where ``import torch`` brings the type ``own``.
+    """Run Python with arguments in an environment where ``import torch`` registers the type ``own``.
 
-    An entry point of ``torch.backends`` brings it, as those of released extensions do.
+    An entry point of ``torch.backends`` registers it, like those of released extensions.
     """
     installed = tmp_path / "installed" / "own_device-1.0.dist-info"
     installed.mkdir(parents=True)

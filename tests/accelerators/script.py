@@ -1,4 +1,4 @@
-"""A training on two ranks that share a device of our own; with ``inner``, gradients are never all-reduced."""
+"""A training on two ranks that share a custom device; with ``inner``, gradients are never all-reduced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the suites and ``check`` say of trainings on a type of device of our own."""
+"""The suites and ``check`` judge trainings on a custom device type."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_subject_that_initialises_it_when_it_is_imported_is_refused(run, tmp_p
 
 
 def test_ranks_that_share_it_are_judged_as_those_of_any_other_device(run, tmp_path):
-    # Two ranks have one device: torch's guard of devices in Python knows no second one.
+    # Two ranks share a device, because torch's Python device guard supports only one.
     options = ["--gpus", "2", "--oversubscribe", "--workloads", "mlp,clipping-tied,dropout", "--precisions", "32"]
     done = run("-m", "plumbline.cli.main", "run", "--accelerator", "own", *options, "--backends", "none,ddp", "-q")
     assert done.returncode == 0, done.stdout

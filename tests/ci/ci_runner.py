@@ -1,4 +1,4 @@
-"""Runs the steps of the files for other people's CI by hand: what a runner sets is set, and pip installs nothing."""
+"""Runs the steps of CI files for users by hand, with a runner's variables; pip installs nothing."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ PROGRAMS = {
     "torchrun": f'exec "{sys.executable}" "{RANKS}" "${{@: -1}}"',
     "buildkite-agent": 'echo "$@" >> annotated.txt\ncat >> annotation.md',
 }
-"""What the steps call; ``torchrun`` is quicker than the real one and starts the last word on two ranks."""
+"""Programs that the steps call; this ``torchrun`` is faster than the real one, and starts a script on two ranks."""
 
 
 @dataclass
 class Repository:
-    """A copy of a repository that is not ours, and what a runner gives to its jobs."""
+    """A copy of a user's repository, and the environment of a runner's jobs."""
 
     folder: Path
     said: str = ""
@@ -57,7 +57,7 @@ class Repository:
         return (self.folder / file).read_text()
 
     def shell(self, script: str, environment: Mapping[str, str] | None = None) -> int:
-        """Run a script as the runners do, and return its exit code; ``said`` has what it printed."""
+        """Run a script like a runner, and return its exit code; ``said`` has its output."""
         done = subprocess.run(
             ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", script],
             cwd=self.folder,
@@ -72,7 +72,7 @@ class Repository:
 
 
 def run_action(repository: Repository, **given: str) -> list[str]:
-    """Run the steps of the composite action; return the names of those that failed."""
+    """Run the steps of the composite action; return the names of failed ones."""
     action = yaml.safe_load((ROOT / "action.yml").read_text())
     values = {f"inputs.{name}": one.get("default", "") for name, one in action["inputs"].items()}
     values |= {f"inputs.{name.replace('_', '-')}": value for name, value in given.items()}
@@ -91,7 +91,7 @@ def run_action(repository: Repository, **given: str) -> list[str]:
 
 
 def gitlab_jobs(**given: str) -> dict[str, Any]:
-    """Return the jobs of GitLab's component with these inputs; a job without a command for it is left out."""
+    """Return the jobs of GitLab's component with these inputs, without jobs that have no command."""
     declared, jobs = yaml.safe_load_all((ROOT / "templates" / "plumbline.yml").read_text())
     values = {f"inputs.{name}": str(one.get("default", "")) for name, one in declared["spec"]["inputs"].items()}
     values |= {f"inputs.{name}": value for name, value in given.items()}

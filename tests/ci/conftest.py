@@ -1,4 +1,4 @@
-"""Lets the tests of this folder import the modules beside them, such as ``ci_runner``."""
+"""Makes modules in this folder importable for its tests, such as ``ci_runner``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The accelerator lane's own logic, with stand-ins for its stages: no GPU is needed, and none is used."""
+"""The accelerator lane's logic, with stand-ins for its stages; no GPU is needed or used."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def lane_modules():
-    """Import the lane's modules from ``ci/``, and forget them afterwards."""
+    """Import the lane's modules from ``ci/``, and remove them afterwards."""
     sys.path.insert(0, str(ROOT / "ci"))
     import accelerator_lane.command
     import accelerator_lane.environment
@@ -258,7 +258,7 @@ def test_counts_are_those_of_pytests_last_line(lane_modules, line, counts):
 
 
 def test_an_environment_beside_an_interpreter_has_its_packages_and_the_checkout(lane_modules, tmp_path):
-    """As on a machine without a package index: nothing is downloaded, and the interpreter is not changed."""
+    """Like on a machine without a package index: nothing is downloaded, and the interpreter is unchanged."""
     root = tmp_path / "checkout"
     root.mkdir()
     for name in ("pyproject.toml", "CITATION.cff", "harness"):

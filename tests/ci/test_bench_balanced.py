@@ -1,4 +1,4 @@
-"""What the page on balanced says follows from what was measured; 1F1B written by hand is right."""
+"""The page on balanced follows from its measurements; the hand-written 1F1B is right."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def bench(program):
 
 @pytest.fixture
 def measured(bench):
-    """Return a function that makes what was measured of a GPT of 4 blocks, of 1 s and 100 bytes each."""
+    """Return a function that makes measurements of a GPT with 4 blocks of 1 s and 100 bytes each."""
 
     def made(stage_seconds=(2.0, 2.0), peaks=None, balanced=6.0, equal=6.0):
         blocks = tuple(BlockCost(f"net.{number}", 1.0, 10, 100, 0) for number in range(4))
@@ -59,7 +59,7 @@ def test_each_goal_is_missed_where_it_is(bench, measured):
 
 def test_ratios_are_those_of_rounds(measured):
     one = measured()
-    faster = one.faster_than("one")  # the machine's slow round is one of both
+    faster = one.faster_than("one")  # a slow round affects both
     assert [faster.value, faster.low, faster.high] == pytest.approx([10 / 6] * 3)
     assert one.ceiling().value == pytest.approx(10 / 12.5 + 1)
     assert one.rate("balanced").value == pytest.approx(2 * 4 / (6 * 1.1))

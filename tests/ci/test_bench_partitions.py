@@ -1,4 +1,4 @@
-"""The table of partitions: ours is optimal, nothing is better than the best of all, and libraries are really asked."""
+"""The table of partitions: ours is optimal, nothing beats the best, and libraries are really called."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def cases(bench, monkeypatch):
 
 
 def rows_of(page):
-    """Cells of each table's rows, by the first one."""
+    """Return the cells of each table's rows, by the first cell."""
     rows = {}
     for line in page.splitlines():
         if line.startswith("| ") and "---" not in line:
@@ -51,7 +51,7 @@ def test_ours_is_optimal_in_all_cases_and_within_every_limit(bench, cases):
     assert whole == ["24 of 24", "× 1.00", "× 1.000"] * 2
     assert of_kinds == ["100%, × 1.00"] * len(bench.KINDS)
     assert limited == ["24 of 24", "24 of 24"]
-    assert rows["equal counts"][0][0] != "24 of 24"  # else the cases are too easy to tell anything
+    assert rows["equal counts"][0][0] != "24 of 24"  # otherwise, the cases are too easy
 
 
 def test_no_partition_is_better_than_the_best(bench, cases):

@@ -1,4 +1,4 @@
-"""The mistakes in parallel code: there are enough of each kind, and each says where it is told."""
+"""Mistakes in parallel code: there are enough of each kind, and each names its tracker."""
 
 from __future__ import annotations
 

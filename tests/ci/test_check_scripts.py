@@ -1,4 +1,4 @@
-"""The corpus of training scripts: its tables fit together, and its page says what was found."""
+"""The corpus of training scripts: its tables are consistent, and its page has the results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def runner(program):
 
 @pytest.fixture
 def result():
-    """Return a function that makes what became of a script."""
+    """Return a function that makes a script's result."""
 
     def made(answer="right", check=None, cause=None, noise=1.25, losses="the same", mistake=""):
         module = sys.modules["result"]
@@ -38,7 +38,7 @@ def result():
 
 
 def test_scripts_of_our_own_declare_the_libraries_that_they_import(runner):
-    """Without that, they are started by an interpreter that may lack them."""
+    """Otherwise, an interpreter without them may start them."""
     for script in runner.SCRIPTS.values():
         if script.source == "rewritten":
             name = next(word for word in shlex.split(script.command) if word.endswith(".py"))

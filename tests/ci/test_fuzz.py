@@ -1,4 +1,4 @@
-"""What parses answers as it promises, also when a byte of a right input is another one."""
+"""Parsers answer as documented, even if a byte of a valid input changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gate names every backend and is red where nobody trained one; `.ci/run` ends with README's test command."""
+"""The gate names every backend, and fails if none of its cells was trained; `.ci/run` ends with README's tests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_every_backend_that_a_subject_of_ours_declares_for_simulated_devices_is_
 
 @pytest.fixture
 def trained_elsewhere(gate, monkeypatch):
-    """A gate whose runs are all the example that is kept: it has cells with none, dp and ddp, and none with pp."""
+    """A gate whose runs are all the kept example: it has cells with none, dp and ddp, but not with pp."""
     monkeypatch.setattr(gate, "run", lambda command, **options: "")
     monkeypatch.setattr(gate, "in_own_environment", lambda name: name)
     monkeypatch.setattr(gate, "read_run", lambda path, read=gate.read_run: read(EXAMPLE))
@@ -85,7 +85,7 @@ def test_what_is_pinned_for_releases_is_not_pinned_twice(gate):
 
 @pytest.fixture
 def ci_run(tmp_path):
-    """Run `.ci/run` with stand-ins for its programs, of which some fail; return its exit code and its lines."""
+    """Run `.ci/run` with stand-ins for its programs, some of which fail; return its exit code and its lines."""
     programs = tmp_path / ".venv" / "bin"
     programs.mkdir(parents=True)
     (tmp_path / ".ci").mkdir()

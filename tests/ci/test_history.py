@@ -1,4 +1,4 @@
-"""The examination of old releases: which lines are run, what counts as expected, when an environment is whole."""
+"""Tests of old releases: which lines run, what counts as expected, and when an environment is complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ci/joint_campaign.py``: draws whose mistakes once had other names, or none."""
+"""``ci/joint_campaign.py``: draws whose mistakes were once named wrongly, or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The judge's own hunt: right trainers average rightly, mistakes do what they say, and counts are those of a file."""
+"""The judge's hunt: right trainers average correctly, mistakes have their effect, and counts match the file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def hunt(program):
 
 @pytest.fixture(scope="module")
 def parts(hunt):
-    """The modules beside it, by name."""
+    """The program's modules, by name."""
     import hunt_records
     import mutations
     import reductions

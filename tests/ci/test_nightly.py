@@ -1,4 +1,4 @@
-"""The nightly lane: its pieces, that one which fails stops none of the others, and that a night can be resumed."""
+"""The nightly lane: its pieces run, a failing one stops no other, and a night can be resumed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def lane():
-    """The lane's modules from ``ci/``, which are forgotten afterwards."""
+    """The lane's modules from ``ci/``, which are removed afterwards."""
     before, path = set(sys.modules), list(sys.path)
     sys.path.insert(0, str(ROOT / "ci"))
     import nightly_lane.command
@@ -324,7 +324,7 @@ def test_a_stage_stands_for_all_of_its_pieces(lane, capsys):
 
 
 def test_whatever_runs_at_night_only_is_there():
-    """A test that was renamed would run by default again, and nobody would notice why that takes longer."""
+    """A renamed test would run by default again, without anybody noticing why that is slower."""
     tests = ROOT / "tests"
     lines = (tests / "nightly.txt").read_text().splitlines()
     for line in (line for line in lines if line and not line.startswith("#")):

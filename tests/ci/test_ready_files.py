@@ -1,4 +1,4 @@
-"""The ready files for other people's CI are what these systems take, and their commands run."""
+"""The ready-made CI files are valid for their systems, and their commands run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def parts(name: str) -> list[list[str]]:
 
 
 def on_this_machine(command: str) -> str:
-    """Return a command of the main job for two simulated devices, and for the smoke cells alone."""
+    """Return a command of the main job, changed to two simulated devices and the smoke cells."""
     for matrix in ("${{ matrix.gpus }}", "{{matrix}}", '"$GPUS"'):
         command = command.replace(matrix, "2")
     return command.replace("--accelerator cuda", "--accelerator cpu -m smoke -q")
@@ -52,7 +52,7 @@ def on_this_machine(command: str) -> str:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A checkout whose environment is this one: making it and installing into it do nothing."""
+    """A checkout whose environment is this one: creating it and installing into it do nothing."""
     for name in ("suites", "pyproject.toml", "constraints.txt"):
         (tmp_path / name).symlink_to(ROOT / name)
     programs = tmp_path / ".venv" / "bin"

@@ -1,4 +1,4 @@
-"""A release: its version has one place, its changes are cut once, and its workflow is one that GitHub takes."""
+"""A release: the version has one place, changes are cut once, and the workflow is valid for GitHub."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_version_of_this_checkout_is_between_releases_or_has_a_section(relea
 
 
 def test_what_says_the_version_asks_the_installed_distribution() -> None:
-    """Of which tests/wheel says that it has the version in CITATION.cff."""
+    """tests/wheel tests that it has the version from CITATION.cff."""
     assert plumbline_version() == metadata.version("torch-plumbline")
 
 
@@ -88,6 +88,6 @@ def test_programs_and_files_that_the_workflow_names_are_there() -> None:
 
 
 def test_the_image_has_what_pyproject_names() -> None:
-    """Its folder has no git, and no file that is not copied."""
+    """The image's folder has no git, and only copied files."""
     (copied,) = re.findall(r"^COPY (pyproject.*) \./$", (ROOT / "ci" / "Dockerfile").read_text(), re.MULTILINE)
     assert {"CITATION.cff", "LICENSE", "README.md"} <= set(copied.split())

@@ -1,4 +1,4 @@
-"""The ready files for other people's CI call the README's commands, and are what their readers take."""
+"""The ready-made CI files call README's commands, and are valid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scripts of other people under test: adapters and proofs are short; a smoke of the mistakes that are put in."""
+"""Other people's scripts under test: adapters and proofs are short; a smoke test of the injected mistakes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The action and the templates for other people's repositories: each gives a verdict, places in files, and reports."""
+"""The action and the templates for users' repositories: each gives a verdict, places in files, and reports."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_buildkite_s_pipeline_annotates_a_build_with_a_wrong_script(wrong: Repos
 
 
 def test_each_runs_the_suites_on_an_adapter(wrong: Repository) -> None:
-    """Also if the script is wrong: the step before has failed."""
+    """Even if the script is wrong, so that the step before fails."""
     failed = run_action(wrong, check=CHECK, adapter="adapter.py", run_options=SMOKE)
     assert failed == ["Check the script", "Run the suites"], wrong.said
     assert re.search(r"::error file=adapter.py,line=\d+,title=theirs%3A", wrong.said)

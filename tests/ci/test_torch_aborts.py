@@ -1,4 +1,4 @@
-"""Commands of the nightly programs that torch may end by a signal when all their work is done."""
+"""Commands of the nightly programs that torch may abort after all their work is done."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Ended:
 
 
 def runs(*ends):
-    """Return a function that ends in these ways, one after another, and the list of those that it has not reached."""
+    """Return a function that ends in these ways, one after another, and the list of the remaining ones."""
     left = list(ends)
     return (lambda: left.pop(0)), left
 

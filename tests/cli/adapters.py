@@ -1,4 +1,4 @@
-"""Adapters that are wrong, each in a way of its own, and two that are not: around one right loop."""
+"""Adapters around one right loop: each is wrong in its own way, except for two right ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From evidence to sentences: whose mistake it is, without a process."""
+"""From evidence to sentences: whether the adapter or the trainer is wrong, without processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def rank_of(rank, *steps, **changes):
 
 @pytest.fixture
 def evidence(cell_of):
-    """Return the evidence of two ranks, each made by a function of its number; right ones if none is given."""
+    """Return the evidence of two ranks, each made by a function of its number; right ones by default."""
 
     def evidence(make=lambda rank: rank_of(rank, step_of(rank)), findings=PASSED, **changes):
         trace = Trace((make(0), make(1)))
@@ -89,7 +89,7 @@ WRONG = {
 
 @pytest.mark.parametrize("sentence", WRONG)
 def test_a_wrong_adapter_is_told_before_the_judge_is_heard(evidence, sentence):
-    """Whatever the judge says of such evidence, it is not about the trainer."""
+    """The judge's findings on such evidence are not about the trainer."""
     verdict = diagnose(evidence(WRONG[sentence], findings=[Finding("steps", Outcome.ERRORED, "vacuous")]))
     assert verdict.code == 2
     (said,) = verdict.sentences
@@ -144,7 +144,7 @@ def test_an_end_that_is_known_from_trainers_is_the_trainer_s(evidence):
 
 
 def test_a_rank_that_returns_at_once_lets_the_others_wait(evidence):
-    """The judge sees a collective that is not joined; here it is seen that nobody went there."""
+    """The judge sees a collective that not all ranks join; the adapter is why a rank never got there."""
     ended = evidence(findings=broken(Outcome.TIMED_OUT, "collective-not-joined", "sync"))
     trace = Trace((rank_of(1, final=None),), {0: Exit(Outcome.TIMED_OUT, "not finished")})
     verdict = diagnose(replace(ended, trace=trace))

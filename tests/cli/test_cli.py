@@ -1,4 +1,4 @@
-"""``plumbline judge``: the same judge says the same of the same traces; another judge's changes are shown."""
+"""``plumbline judge``: the same judge gives the same verdicts on the same traces; another judge's changes are shown."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PLACES = [
 
 @pytest.fixture(scope="module")
 def judged_in_one_thread():
-    """Judge in one thread, as a session does: a sum's last digit depends on the number of threads."""
+    """Judge in one thread, like a session: a sum's last digit depends on the number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -41,7 +41,7 @@ def judged_in_one_thread():
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory, warm_pool, cell_of, judged_in_one_thread):
-    """Return a run with the traces of all of its cells, as ``--keep-traces`` leaves it."""
+    """Return a run with the traces of all its cells, as ``--keep-traces`` leaves it."""
     cells = [cell_of(workload, "ddp", place, precision, subject=name) for name, workload, place, precision in PLACES]
     header = Header.of(cells, command=["pytest"], options={}, fingerprint=Fingerprint(), simulated=True)
     writer = RunWriter(tmp_path_factory.mktemp("reports"), header)
@@ -60,7 +60,7 @@ def run(recorded):
 
 
 def test_the_same_judge_says_the_same_byte_for_byte(run):
-    """DESIGN: findings follow from traces alone; no training, no clock, no state of a generator."""
+    """DESIGN: findings depend only on traces, not on training, clocks or generators."""
     whole = [cell for cell in rejudge(read_run(run)) if not cell.cell.startswith("dying")]
     assert len(whole) == len(PLACES) - 1
     for cell in whole:

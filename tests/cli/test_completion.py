@@ -1,4 +1,4 @@
-"""``plumbline completion``: the script that it prints completes commands, options, their values and files."""
+"""``plumbline completion``: the printed script completes commands, options, their values and files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``plumbline doctor``: this machine is asked everything, and what is wrong comes with what to do."""
+"""``plumbline doctor``: all probes run on this machine, and problems come with advice."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Legend:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Puts probes in the place of doctor's own: ``asked(name=lines)``."""
+    """Replaces doctor's probes: ``asked(name=lines)``."""
 
     def ask(**lines: list[ProbeResult]) -> None:
         answers = {name: (lambda found=found: iter(found)) for name, found in lines.items()}
@@ -52,7 +52,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def test_this_machine_is_asked_everything(tmp_path: Path) -> None:
-    """Every question has an answer here but the one that trains, which the next test asks without a limit."""
+    """Every probe answers here, except the one that trains, which the next test runs without a limit."""
     asked = probes(tmp_path)
     del asked["ranks"]
     answered = list(run_probes(asked))
@@ -125,7 +125,7 @@ def test_a_question_that_hangs_is_not_waited_for() -> None:
 
 
 def test_a_question_that_computes_is_waited_for() -> None:
-    """However slow it is: a rank, or the import of a library, may have little of a busy machine's processors."""
+    """However slow it is, because a busy machine may leave little CPU time to a rank or an import."""
 
     def slow() -> Iterator[ProbeResult]:
         subprocess.run([sys.executable, "-I", "-S", "-c", SPINNING.format(seconds=5)], check=True)
@@ -186,7 +186,7 @@ def test_links_are_read_off_the_matrix() -> None:
 
 
 class FakeCuda:
-    """As much of ``torch.cuda`` as a machine with GPUs is asked for."""
+    """The parts of ``torch.cuda`` that probes of a machine with GPUs use."""
 
     def __init__(self, count: int, apart: tuple[tuple[int, int], ...] = ()) -> None:
         self._count, self._apart = count, apart
@@ -200,7 +200,7 @@ class FakeCuda:
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Pretends that torch sees so many GPUs, and that nvidia-smi says such rows of those in the machine."""
+    """Pretends that torch sees ``count`` GPUs, and that nvidia-smi prints these rows."""
     import torch
 
     def pretend(

@@ -1,4 +1,4 @@
-"""Every command exits with the code that its page says: 2 where it fails, 4 where the command line is invalid."""
+"""Every command exits with the documented code: 2 if it fails, 4 if the command line is invalid."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ CODES = [
     ("hunt --subject torch --folder taken.py", 4),
     ("hunt --subject torch --gpus 100000000", 4),
     ("judge nowhere", 2),
-    ("judge run", 2),  # it has no traces
+    ("judge run", 2),  # the run has no traces
     ("judge run --workload nowhere.py", 4),
     ("new-subject taken.py", 2),
     ("new-subject mine.py", 0),
@@ -75,7 +75,7 @@ AFTER_A_START = [
     ("power --subject torch --workload nope", 4),
     ("power --subject nowhere.py", 4),
 ]
-"""The same codes of the same commands, after a fork server was started, which takes seconds."""
+"""The same codes of the same commands after a fork server has started, which takes seconds."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""An interrupted training is three launches: all of their evidence is kept, and judged again to the same byte."""
+"""An interrupted training has three launches: all their evidence is kept, and judged again with the same result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DETECTION = ROOT / "suites" / "detection" / "everybody.py"
 
 @pytest.fixture
 def run(pytester, one_thread):
-    """Return the folder of a run of the suite in which a trainer forgets its optimizer's state."""
+    """Return the folder of a run of the suite with a trainer that loses its optimizer state."""
     shutil.copytree(ROOT / "suites", Path(pytester.path) / "suites", ignore=shutil.ignore_patterns("__pycache__"))
     pytester.makeini("[pytest]\naddopts = --import-mode=importlib --strict-markers\n")
     selection = ("--gpus=2", "--backends=ddp", "--workloads=checkpoint,checkpoint-elastic,mlp", "--precisions=32,16")
@@ -28,7 +28,7 @@ def run(pytester, one_thread):
 
 
 def test_a_failing_checkpoint_is_judged_again_byte_for_byte(run, capsys):
-    """What passed kept nothing; each of the three that failed kept all of its launches."""
+    """Passed cells kept nothing; each of the three that failed kept all its launches."""
     kept = sorted(folder.name for folder in (run / "traces").iterdir())
     assert [name.partition("dropped-")[2] for name in kept] == [
         "checkpoint-ddp-1x2-16", "checkpoint-ddp-1x2-32", "checkpoint-elastic-ddp-1x2-32",

@@ -1,4 +1,4 @@
-"""What ``pytest --keep-traces`` leaves can be judged again, and nothing has changed."""
+"""Traces that ``pytest --keep-traces`` leaves can be judged again, with the same result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``plumbline new-subject``: what it writes runs at once, and it writes over nothing."""
+"""``plumbline new-subject``: the written file runs at once, and nothing is overwritten."""
 
 from __future__ import annotations
 

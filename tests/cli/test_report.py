@@ -1,4 +1,4 @@
-"""``plumbline report`` and ``plumbline show``: a run's pages again, one of them alone, and one cell of it."""
+"""``plumbline report`` and ``plumbline show``: write a run's pages again, or one of them, or show one cell."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FILES = {"results.jsonl", "report.html", "report.md", "support.md", "support.csv
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run of four cells, one of them failing, and of a figure."""
+    """A run with four cells, one of which fails, and a figure."""
     header = Header.of(CELLS, command=["pytest"], options={}, fingerprint=Fingerprint(), simulated=True)
     failed = Finding("gradients", Outcome.FAILED, "the sum", "sum-instead-of-mean", "averaging")
     results = [

@@ -1,4 +1,4 @@
-"""``plumbline run`` and the commands that messages name: they work in the folder where they are printed."""
+"""``plumbline run``, and commands in messages: they work in the folder where they are printed."""
 
 from __future__ import annotations
 

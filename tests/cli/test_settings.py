@@ -1,4 +1,4 @@
-"""``[tool.plumbline]`` of the current folder's pyproject.toml: what it sets, what wins, and how mistakes are told."""
+"""``[tool.plumbline]`` in the current folder's pyproject.toml: what it sets, precedence, and error messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``plumbline smoke``: a wrong adapter and a wrong trainer are told apart, by real ranks."""
+"""``plumbline smoke``: it distinguishes a wrong adapter from a wrong trainer, with real ranks."""
 
 from __future__ import annotations
 

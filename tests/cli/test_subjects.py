@@ -1,4 +1,4 @@
-"""``plumbline subjects``: what ships, what is missing, and environments that are whole or not there."""
+"""``plumbline subjects``: built-in subjects, missing libraries, and environments that are complete or absent."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def shelf(tmp_path, monkeypatch):
-    """Return a folder of wheels, where alone pip looks: torch of this version, and some libraries.
+    """Return the only folder where pip looks for wheels: torch of this version, and some libraries.
 
-    AIToolbox asks for something that is not there.
+    AIToolbox requires something that is missing.
     """
     folder = tmp_path / "shelf"
     folder.mkdir()
@@ -133,7 +133,7 @@ def test_an_environment_has_exactly_what_was_asked_for(shelf, cache, capsys, tmp
     before = python.stat()
     for file in shelf.iterdir():
         file.unlink()
-    assert install(parse_requirement("fabric==9.8")) == python  # the same library, which is ready
+    assert install(parse_requirement("fabric==9.8")) == python  # the same library, which is installed
     assert python.stat() == before
 
 

@@ -1,4 +1,4 @@
-"""Trainers whose runs are judged again: a right one, a wrong one, one that raises, one whose rank dies."""
+"""Trainers whose runs are judged again: a right one, a wrong one, one that raises, and one with a rank that dies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs with figures, made of words: cells, samples, outcomes; and the noise that launches have."""
+"""Runs with figures, built from words: cells, samples and outcomes; and simulated noise of launches."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ UNITS = {
 
 @pytest.fixture(scope="session")
 def place() -> Callable[..., Cell]:
-    """Makes a cell from what a table calls it."""
+    """Makes a cell from a table's name for it."""
     return _place
 
 
@@ -44,7 +44,7 @@ def _place(words: str = "mlp ddp 1x2 32", subject: str = "reference", accelerato
 
 @pytest.fixture(scope="session")
 def measured() -> Callable[..., Measurement]:
-    """Makes a figure of a cell from what its launches measured."""
+    """Makes a cell's figure from its launches' measurements."""
 
     def measurement(cell: Cell, metric: str, samples: Sequence[float], **others) -> Measurement:
         unit, better = UNITS[metric]
@@ -74,7 +74,7 @@ BuildRun = Callable[..., Run]
 
 @pytest.fixture(scope="session")
 def build_run() -> BuildRun:
-    """Makes a run of cells, with what each ended in and what was measured of it: a finding an outcome."""
+    """Makes a run of cells with their outcomes (a finding per outcome) and measurements."""
 
     def build(
         ends: Mapping[Cell, Sequence[Outcome]] | None = None,
@@ -113,7 +113,7 @@ def on_disk(tmp_path) -> Callable[[Run], str]:
 
 @pytest.fixture(scope="session")
 def launches() -> Callable[..., list[float]]:
-    """Draws what launches measure whose noise multiplies: ``spread`` is its standard deviation, 2 % by default."""
+    """Draws measurements of launches with multiplicative noise of standard deviation ``spread`` (default: 2 %)."""
 
     def draw(noise: random.Random, number: int, center: float = 0.01, spread: float = 0.02) -> list[float]:
         return [center * noise.lognormvariate(0, spread) for _ in range(number)]

@@ -1,4 +1,4 @@
-"""What is held against what: cells of one place, subjects by name or position, and the cells of one run."""
+"""What is compared: cells of one place, subjects by name or position, and cells of one run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GOOD = [Outcome.PASSED]
 
 @pytest.fixture(scope="module")
 def run_of(build_run, place):
-    """Makes a run whose cells, all passed, are given by subject and place."""
+    """Makes a run with passed cells, given by subject and place."""
 
     def run(*cells, **header):
         return build_run({place(words, subject): GOOD for subject, words in cells}, **header)
@@ -74,7 +74,7 @@ def test_a_simulated_run_answers_to_a_real_one(build_run, place):
 
 
 def test_backends_are_held_against_the_first_that_is_there(run_of):
-    """dp has no several nodes: there, ddp is what ddp2 is held against."""
+    """dp does not support several nodes; there, ddp2 is compared with ddp."""
     places = ("mlp auto 1x2 32", "mlp dp 1x2 32", "mlp ddp 1x2 32", "mlp ddp 2x2 32", "mlp ddp2 2x2 32")
     aligned = align_within(run_of(*(("reference", words) for words in ("mlp none 1x1 32", *places))), "backend")
     assert found(aligned) == [

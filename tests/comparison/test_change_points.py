@@ -1,4 +1,4 @@
-"""Where a figure's level changed: found where it did, and seldom anywhere else."""
+"""Changes of a figure's level: found where they are, and rarely elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LEAST = math.log1p(0.05)
 def series(
     draw: np.random.Generator, levels: list[float], *, drift: float = 0.01, launches: float = 0.01, count: int = 3
 ) -> Series:
-    """Runs at these levels, as logarithms; each drifts, and so do its launches, by normal noise of these sizes."""
+    """Runs at these levels, as logarithms; runs and their launches drift by normal noise of these sizes."""
     runs = [draw.normal(math.log(level) + draw.normal(0, drift), launches, count).tolist() for level in levels]
     return Series(runs, LEAST)
 
@@ -56,7 +56,7 @@ def test_a_change_below_the_minimum_effect_is_none() -> None:
 @pytest.mark.parametrize("runs", [2, 4, 8, 20])
 def test_where_nothing_changed_hardly_anything_is_found(runs: int) -> None:
     draw = np.random.default_rng(runs)
-    # 60 histories of 5 figures each, whose runs drift by 2 %.
+    # 60 histories with 5 figures each; the runs drift by 2 %.
     alarms = sum(any(change_points([series(draw, [100.0] * runs, drift=0.02) for _ in range(5)])) for _ in range(60))
     assert alarms <= 6
 

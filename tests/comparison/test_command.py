@@ -1,4 +1,4 @@
-"""``plumbline compare`` as people and CI jobs call it: what it prints, in which form, and how it exits."""
+"""``plumbline compare`` as people and CI jobs call it: its output, formats and exit codes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SAMPLES = [1.0, 1.01, 0.99, 1.0, 1.02]
 
 @pytest.fixture
 def compare(on_disk, capsys):
-    """Compares runs as the command does; returns the exit code, what was printed, and what was complained of."""
+    """Compares runs like the command; returns the exit code, the output, and the errors."""
 
     def call(*runs, **options):
         words = [on_disk(run) for run in runs]
@@ -33,7 +33,7 @@ def compare(on_disk, capsys):
 
 @pytest.fixture(scope="module")
 def run_of(build_run, place, measured):
-    """Makes a run of one cell: how it ended, and how long a step took compared with one of another run."""
+    """Makes a run of one cell: its outcome, and its step time relative to another run."""
 
     def run(*outcomes, factor=1.0, samples=SAMPLES, **others):
         figures = [measured(place(), "step_p50", [factor * sample for sample in samples])] if factor else []
@@ -160,7 +160,7 @@ def test_what_was_not_there_is_null_in_the_document(compare, build_run, place, m
 
 @pytest.fixture(scope="module")
 def crowded(build_run, place, measured):
-    """Makes a run with long names, every metric, ranks, and much to tell: by ``factor`` slower than another."""
+    """Makes a run with long names, all metrics, ranks and many differences, slower by ``factor``."""
     workloads = [f"a-workload-with-a-long-name-{number}" for number in range(20)]
     cells = [place(f"{workload} ddp2 4x8 bf16") for workload in workloads]
 
@@ -209,7 +209,7 @@ def test_a_page_is_markdown_with_both_tables(compare, crowded):
 
 @pytest.mark.parametrize("form", ["text", "md"])
 def test_what_comes_from_a_run_never_acts(compare, build_run, place, measured, form):
-    """Names and reasons are somebody else's text: no escape sequence, no markup, no second line."""
+    """Names and reasons are untrusted text: no escape sequences, no markup, no second line."""
     nasty = "\x1b[31mred\x1b[0m\u202e<b>|`x`\n[bold]y[/bold]"
     cell = place(subject=nasty)
     other = place(subject="plain")

@@ -1,4 +1,4 @@
-"""Figures of unequal machines are not compared, what differs is said, and outcomes are compared all the same."""
+"""Figures of different machines are not compared, the differences are listed, and outcomes are still compared."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from plumbline.results.header_footer import SubjectCode
 
 @pytest.fixture(scope="module")
 def run_with(build_run, place, measured):
-    """Makes a run of one cell and one figure, whose header is another in what is given."""
+    """Makes a run of one cell and one figure, with changes in its header."""
 
     def run(outcome=Outcome.PASSED, seconds=1.0, **header):
         figure = measured(place(), "step_p50", [seconds, 1.01 * seconds, 0.99 * seconds])
@@ -96,7 +96,7 @@ def test_backends_of_one_run_are_compared(build_run, place, measured):
 
 
 def test_gpu_counts_of_one_run_are_compared_though_each_has_a_key_of_its_own(build_run, place, measured):
-    """More devices have a larger batch in all: within a run that is the question, and no obstacle."""
+    """More devices have a larger total batch: within a run, that is the question."""
     figures = [
         measured(
             place(f"mlp ddp 1x{gpus} 32"), "throughput", [speed, 1.01 * speed, 0.99 * speed], workload_key=str(gpus)

@@ -1,4 +1,4 @@
-"""An interval holds the truth as often as it says, with three launches a side, whatever their noise."""
+"""An interval contains the truth as often as it promises, with three launches per side, whatever their noise."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOISES = {
     "now and then hit": lambda noise: noise.gauss(0, 0.01) + (noise.random() < 0.15) * noise.uniform(0.05, 0.3),
 }
 REPETITIONS = 4000
-# Three standard errors of the share that is counted: what a right method exceeds once in 700 times.
+# Three standard errors of the counted share: a right method exceeds this once in 700 times.
 ALLOWED = 1 - CONFIDENCE + 3 * math.sqrt(CONFIDENCE * (1 - CONFIDENCE) / REPETITIONS)
 
 samples = st.lists(st.floats(-5, 5), min_size=2, max_size=10)
@@ -51,7 +51,7 @@ def test_unequal_noise_and_numbers_do_not_shorten_the_interval():
 
 @pytest.mark.parametrize(("number", "at_least"), [(3, 0.15), (5, 0.10)])
 def test_a_bootstrap_of_so_few_launches_misses_more_often_than_it_says(number, at_least):
-    """Why it is Student's t: the reason given in the module is measured here."""
+    """This is why Student's t is used: the test measures the reason given in the module."""
     noise = np.random.default_rng(1)
     repetitions, resamples = 1000, 500
     a, b = (noise.normal(0, 0.02, (repetitions, number)) for _ in range(2))
@@ -64,7 +64,7 @@ def test_a_bootstrap_of_so_few_launches_misses_more_often_than_it_says(number, a
 
 
 def test_rounds_take_the_machine_s_drift_out():
-    """In turns, a machine that slows down by half while it measures costs the comparison nothing."""
+    """In turns, a machine that becomes half as fast while measuring does not affect the comparison."""
     noise = random.Random(1)
     drift = [0.5 * index / 9 for index in range(10)]
     a, b = ([slower + noise.gauss(0, 0.005) for slower in drift] for _ in range(2))
@@ -74,7 +74,7 @@ def test_rounds_take_the_machine_s_drift_out():
 
 @given(samples, samples, st.floats(0.001, 1000))
 def test_the_unit_of_a_figure_does_not_matter(a, b, factor):
-    """Milliseconds for seconds move both logarithms alike."""
+    """Milliseconds instead of seconds shift both logarithms equally."""
     moved = welch_difference([x + math.log(factor) for x in a], [x + math.log(factor) for x in b])
     assert moved.mean == pytest.approx(welch_difference(a, b).mean, abs=1e-9)
     assert moved.error == pytest.approx(welch_difference(a, b).error, abs=1e-6)

@@ -1,4 +1,4 @@
-"""A figure's verdict: from its launches, its scale and its direction; and where there is none, why."""
+"""A figure's verdict: from its launches, its scale and its direction; and the reason if there is none."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def cell(place):
 
 @pytest.fixture(scope="module")
 def verdict_on(measured, cell):
-    """Returns what is said of one metric, from the launches of both sides."""
+    """Returns the verdict on one metric, from the launches of both sides."""
 
     def say(metric, a, b, *, turns=False, effect=0.05, **others):
         sides = (CellRecords((), (measured(cell, metric, side, **others),)) for side in (a, b))
@@ -53,7 +53,7 @@ def test_the_same_launches_are_the_same(verdict_on):
 
 
 def test_a_share_is_compared_in_points(verdict_on):
-    """From 0.1 % of a step to 0.3 % of it is three times as much, and nobody's problem."""
+    """From 0.1 % to 0.3 % of a step is three times as much, but not a problem."""
     change = verdict_on("data_wait", [0.001, 0.0012, 0.0011], [0.003, 0.0031, 0.0033])
     assert (change.verdict, change.change_unit) == (FigureVerdict.SAME, "points")
     assert verdict_on("data_wait", [0.001, 0.0012, 0.0011], [0.2, 0.21, 0.2]).verdict is FigureVerdict.WORSE
@@ -174,7 +174,7 @@ def test_another_definition_of_the_workload_or_the_metric_is_not_comparable(buil
 
 
 def test_runs_that_were_launched_in_turns_are_compared_round_by_round(build_run, measured, cell):
-    """A drift of 40 % hides everything, but not from pairs."""
+    """A drift of 40 % hides everything unless rounds are paired."""
     drift = [1.0, 1.1, 1.2, 1.3, 1.4]
     sides = [
         [factor * slower * wobble for slower, wobble in zip(drift, wobbles, strict=True)]

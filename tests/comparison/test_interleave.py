@@ -1,4 +1,4 @@
-"""``plumbline compare --interleave``: two trainers measured in turns by real ranks, and what becomes of both runs."""
+"""``plumbline compare --interleave``: two trainers measured in turns by real ranks, and the resulting runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def measured(interleaved):
 
 
 def test_half_a_gibibyte_more_is_found(measured):
-    """Memory and not time: what else the machine does must not decide this."""
+    """Memory instead of time, so that the machine's other work does not matter."""
     assert measured[0] == 3
 
 

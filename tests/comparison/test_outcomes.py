@@ -1,4 +1,4 @@
-"""What changed in how cells end, what of it is for the worse, and what is not a change at all."""
+"""Changes of outcomes: which are for the worse, and which are no change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ outcomes = st.lists(st.sampled_from(Outcome), min_size=1, max_size=3)
 
 @pytest.fixture(scope="module")
 def change_from(build_run, place):
-    """Returns how one cell changed, from what its checks ended in; None of them: planned, and missing."""
+    """Returns how one cell changed, given its checks' outcomes; without any, it is planned but missing."""
     cell, other = place(), place("adam ddp 1x2 32")
 
     def change(was, now):
@@ -69,13 +69,13 @@ def test_what_ends_alike_has_not_changed_and_what_is_worse_one_way_is_not_the_ot
     assert change_from(was, was) is None
     there, back = change_from(was, now), change_from(now, was)
     assert (there is None) == (back is None)
-    # Failing in other checks, or losing an answer and failing anew, is bad both ways.
+    # Failing in other checks, or losing a verdict and failing again, is bad both ways.
     if there == (OutcomeKind.FIXED, False):
         assert back == (OutcomeKind.NEWLY_FAILING, True)
 
 
 def _expecting(run, outcome):
-    """The same run, with every finding expected to end so."""
+    """The same run with every finding expected."""
     expected = Expected(outcome=outcome, reason="known of old", entry="somewhere.toml, entry 1")
     return type(run)(
         run.header,
@@ -118,7 +118,7 @@ def test_a_figure_that_is_not_measured_any_more_is_lost(build_run, place, measur
 
 
 def test_figures_that_are_too_unsteady_are_no_lost_coverage(build_run, place, measured):
-    """The suite skips a cell whose throughput it refuses: the figure says so, and the cell was measured."""
+    """The suite skips a cell with unsteady throughput: the figure says so, and the cell was measured."""
     figures = [measured(place(), "step_p50", [1.0] * 3)]
     steady, unsteady = (build_run({place(): [end]}, figures) for end in (Outcome.PASSED, Outcome.SKIPPED))
     assert compare_runs(steady, unsteady).outcomes == compare_runs(unsteady, steady).outcomes == ()

@@ -1,4 +1,4 @@
-"""How often a comparison is wrong: no more often than it promises; and how often it finds what is there."""
+"""Error rates of comparisons: false alarms are as rare as promised, and real changes are found."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def loud(noise: random.Random) -> float:
 def table(
     noise, *, method=welch_difference, cells=30, metrics=10, launch=steady, number=LAUNCHES, change=0.0, changed=None
 ):
-    """Return what is said of a table whose cells have ``metrics`` figures each, most of their noise in common.
+    """Return the verdicts on a table whose cells have ``metrics`` figures each, with mostly common noise.
 
-    ``change`` is what happened to the first ``changed`` cells, or to all.
+    ``change`` affects the first ``changed`` cells, or all.
     """
     cases = []
     for index in range(cells):
@@ -54,13 +54,13 @@ def table(
 
 
 def alarms(repetitions, **how):
-    """Return in which part of so many tables anything is said to have changed."""
+    """Return the share of tables in which anything is said to have changed."""
     noise = random.Random(1)
     return sum(Decision.CHANGED in table(noise, **how) for _ in range(repetitions)) / repetitions
 
 
 def allowed(repetitions, promised=FALSE_ALARMS):
-    """Return what a method that just keeps its promise exceeds once in 700 times: three standard errors more."""
+    """Return a limit that a method which just keeps its promise exceeds once in 700 times (three standard errors)."""
     return promised + 3 * math.sqrt(promised * (1 - promised) / repetitions)
 
 
@@ -76,7 +76,7 @@ def test_one_figure_of_the_same_thing_raises_no_alarm(method):
 
 
 def test_even_the_smallest_least_effect_keeps_the_promise():
-    """The least effect makes alarms rarer still; what is promised does not rest on it."""
+    """The least effect makes alarms rarer still, but the promise does not depend on it."""
     noise = random.Random(1)
     found = 0
     for _ in range(200):
@@ -95,7 +95,7 @@ def test_a_machine_that_drifts_by_the_least_effect_between_two_runs_raises_no_al
 
 @pytest.mark.parametrize(("method", "number"), [(welch_difference, 7), (paired_difference, 5)])
 def test_a_slowdown_of_ten_per_cent_is_found(method, number):
-    """With 2 % of noise between launches; apart, the change must lie beyond what drift may have done."""
+    """With 2 % of noise between launches; run apart, a change must be larger than possible drift."""
     assert alarms(200, method=method, number=number, cells=1, metrics=6, change=SLOWER) >= 0.9
 
 
@@ -105,7 +105,7 @@ def test_one_slow_cell_of_thirty_is_found(method, number):
 
 
 def test_few_of_those_named_are_named_wrongly():
-    """Ten of thirty cells are slower by 10 %; of all that is said to have changed, at most 5 % did not."""
+    """Ten of thirty cells are slower by 10 %; at most 5 % of the reported changes are wrong."""
     noise = random.Random(1)
     wrong = []
     for _ in range(50):
@@ -120,7 +120,7 @@ def test_few_of_those_named_are_named_wrongly():
 
 
 def test_the_same_is_seldom_said_of_what_changed():
-    """At the very edge, where the change is just one that counts: at most in 2.5 % of cases."""
+    """At the very edge, where a change is just large enough, in at most 2.5 % of cases."""
     noise = random.Random(1)
     sayings = [size for _ in range(100) for size in table(noise, cells=30, metrics=1, change=LEAST)]
     assert sayings.count(Decision.SAME) / len(sayings) <= allowed(len(sayings), 0.025)
@@ -160,7 +160,7 @@ def test_nothing_to_say_of_nothing():
 
 
 def test_so_many_launches_as_are_said_to_be_enough_are():
-    """About, since eight launches do not know their own noise that well."""
+    """Approximately, because eight launches do not know their own noise well."""
     noise = random.Random(1)
     told = []
     for _ in range(50):

@@ -1,4 +1,4 @@
-"""Trainers to be measured in turns: a plain loop, the same one with much to carry, and one that raises."""
+"""Trainers to measure in turns: a plain loop, the same with more memory, and one that raises."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def plain(job):
 
 @subject(name="burdened", backends=["none"], precisions=["32"])
 def burdened(job):
-    burden = torch.ones(128, 1024, 1024)  # 512 MiB that a slow machine does not make any smaller
+    burden = torch.ones(128, 1024, 1024)  # 512 MiB, which does not depend on the machine's speed
     _train(job)
     del burden
 

@@ -1,4 +1,4 @@
-"""A mesh is the arrangement of a tensor's entries, and a backend's promises follow from its mesh."""
+"""A mesh is the arrangement of a tensor's entries, and a backend's contract follows from its mesh."""
 
 from __future__ import annotations
 

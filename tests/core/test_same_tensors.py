@@ -1,4 +1,4 @@
-"""When tensors of two traces count as the same."""
+"""When tensors of two traces count as equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Titles of causes: each is for a cause that exists, and reads as words."""
+"""Titles of causes: each cause exists, and its title is readable."""
 
 from __future__ import annotations
 

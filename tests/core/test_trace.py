@@ -1,4 +1,4 @@
-"""A trace travels as plain values and tensors, and arrives as it was."""
+"""A trace is sent as plain values and tensors, and arrives unchanged."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def traces(draw):
 
 
 def bits(trace):
-    """Everything in a trace in a form that compares, tensors by their bytes."""
+    """Everything in a trace in a comparable form, with tensors as bytes."""
     values, _ = flatten(trace)
     weights = [
         {name: (str(t.dtype), t.shape, t.numpy().tobytes()) for name, t in part.items()}

@@ -1,4 +1,4 @@
-"""What a subject declares about its way of training travels as plain values, and comes back the same."""
+"""A subject's declaration of its way of training survives a round trip through plain values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Topologies, backends, outcomes: what they promise to everybody else."""
+"""Topologies, backends, outcomes: their contracts with other modules."""
 
 from __future__ import annotations
 

@@ -12,12 +12,12 @@ from plumbline.engine.examine import examine
 from plumbline.launch.cell_launch import Settings
 
 TIME_LIMIT_S = 120.0
-"""For one launch: the first one on a device starts its driver, and loads its libraries."""
+"""For one launch: the first one on a device starts its driver and loads its libraries."""
 
 
 @pytest.fixture
 def accelerator():
-    """Where the cells of these tests are trained."""
+    """The accelerator of these tests' cells."""
     return "cuda"
 
 
@@ -34,7 +34,7 @@ def cuda_cell(accelerator):
 
 @pytest.fixture
 def wrong(warm_pool, tmp_path):
-    """Train and judge a cell; return what is wrong with it, by check."""
+    """Train and judge a cell; return its bad findings by check."""
 
     def examined(locator: str | Path, cell: Cell, *, oversubscribe: bool = False) -> dict[str, str]:
         found = examine(warm_pool(locator), cell, tmp_path, Settings(TIME_LIMIT_S, oversubscribe)).findings

@@ -1,4 +1,4 @@
-"""``plumbline check`` on CUDA devices: TF32, float16 scaling, fused kernels and reductions in no fixed order."""
+"""``plumbline check`` on CUDA devices: TF32, float16 scaling, fused kernels, and nondeterministic reductions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIDTH, CLASSES, STEPS, RANKS = 128, 10, 4, 2
 
 
 class Attention(nn.Module):
-    """A block with heads of width 32 and dropout, which flash attention takes in 16 bits."""
+    """A block with heads of width 32 and dropout, which flash attention supports in 16 bits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Tokens(nn.Module):
 
 
 class Scattered(nn.Module):
-    """Adds rows to nodes, as graph networks do; CUDA adds them in no fixed order."""
+    """Adds rows to nodes, like graph networks; CUDA adds them in a nondeterministic order."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Time and memory of a device, and what is read off its tensors."""
+"""Time and memory of a device, and values read from its tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.cuda
 
 @pytest.fixture
 def timed(cuda_cell, warm_pool, tmp_path):
-    """Time one launch and return what its ranks told."""
+    """Time one launch, and return its ranks' reports."""
 
     def measure(subject, workload, backend, topology, precision="32"):
         cell = cuda_cell(subject, workload, backend, topology, precision)
@@ -69,7 +69,7 @@ def test_a_device_tells_its_energy_by_the_name_that_torch_has_for_it():
         pytest.skip("this torch tells no UUID, or this device has no counter")
     assert f"GPU-{uuid}" in counters
     square = torch.randn(8192, 8192, device="cuda")
-    for _ in range(40):  # half a second on a fast device, which is several periods of its counter
+    for _ in range(40):  # half a second on a fast device: several periods of its counter
         square = square @ square / 8192
     torch.cuda.synchronize()
     assert EnergyMeter().read()[f"GPU-{uuid}"] > counters[f"GPU-{uuid}"]

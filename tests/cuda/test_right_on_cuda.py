@@ -1,4 +1,4 @@
-"""Right trainers are found right on real devices: the noise that is measured on the cpu explains their rounding."""
+"""Right trainers are found right on real devices: noise measured on the CPU explains their rounding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong on a real device is found there, with the cause that it has."""
+"""Mistakes on a real device are found, with the right cause."""
 
 from __future__ import annotations
 

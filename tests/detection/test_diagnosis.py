@@ -1,4 +1,4 @@
-"""Of all that is wrong with a cell, the finding that explains the rest is told."""
+"""The diagnosis of a cell is the bad finding that explains the others."""
 
 from __future__ import annotations
 

@@ -60,14 +60,14 @@ def test_a_cause_is_described_in_one_way_within_a_family(kind):
 
 @pytest.mark.parametrize("kind", KINDS, ids=of_kind)
 def test_no_two_hypotheses_about_a_case_are_equally_specific(kind):
-    """So the order in which files are registered decides nothing."""
+    """So that the order of registration does not matter."""
     numbers = [one.specificity for one in HYPOTHESES[kind]]
     assert len(numbers) == len(set(numbers))
     assert OCCASIONAL not in numbers
 
 
 def test_the_judge_never_asks_who_the_trainer_is():
-    """Where it did, it could recognise mistakes by name, and not understand them."""
+    """Otherwise, it could recognise mistakes by the trainer's name."""
     for file in (ROOT / "harness" / "plumbline" / "judge").rglob("*.py"):
         assert ".subject" not in file.read_text(), file
 
@@ -78,7 +78,7 @@ def test_every_family_has_a_known_bad_trainer():
 
 
 def test_every_known_bad_trainer_says_which_causes_are_right():
-    """One whose mistake is not known by name has no family, and no cause."""
+    """A trainer whose mistake has no name has no family and no cause."""
     for subject in load(str(SUITE / "everybody.py")):
         expected = subject.train.expectation
         assert bool(expected.causes) == bool(expected.families), subject.name
@@ -100,7 +100,7 @@ def multiple_of(divisor, specificity):
 
 @pytest.fixture
 def registry():
-    """Forget what a test registers."""
+    """Remove what a test registers."""
     kept = {kind: [*hypotheses] for kind, hypotheses in HYPOTHESES.items()}
     yield
     HYPOTHESES.clear()
@@ -119,7 +119,7 @@ def test_the_most_specific_hypothesis_that_fits_is_the_cause(number, cause):
 
 @dataclass(frozen=True)
 class Occasions(Evidence):
-    """Fits a hypothesis always if its number is in ``always``, and on some occasions otherwise."""
+    """Always fits a hypothesis if its number is in ``always``, and otherwise on some occasions."""
 
     always: tuple[float, ...]
 

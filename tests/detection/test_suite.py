@@ -1,4 +1,4 @@
-"""The suite is run where it is asked for by its path, and only there; its score counts what it should."""
+"""The suite runs only if its path is named, and its score counts correctly."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SUITES = Path(__file__).parents[2] / "suites"
 
 
 class InvokedWith:
-    """What pytest's configuration says of its command line."""
+    """The parts of pytest's configuration about its command line."""
 
     def __init__(self, folder, *args):
         self.args, self.invocation_params = args, self
@@ -47,7 +47,7 @@ def test_it_is_left_out_unless_it_is_named(program, named, left_out):
     ],
 )
 def test_pytest_collects_it_where_it_is_named(pytester, named, runs):
-    """From a folder that is not the project's."""
+    """From a folder outside the project."""
     options = ("--collect-only", "-q", "--import-mode=importlib", "-p", "no:cacheprovider", "-k", "averaging or smoke")
     result = pytester.runpytest_subprocess(*(SUITES / name for name in named), *options, timeout=600)
     found = sum("::test_detection[" in line for line in result.outlines)

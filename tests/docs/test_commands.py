@@ -1,4 +1,4 @@
-"""Every command in the documentation is one that works: it is run here, or read by the program's own parser."""
+"""Every command in the documentation works: it is run here, or parsed by the program's own parser."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ENVIRONMENT = ".venv/bin/"
 
 @dataclass(frozen=True)
 class Command:
-    """One program with its arguments, as a reader types it; ``page`` is where it stands."""
+    """One program with its arguments, as a reader types it; ``page`` is the page that has it."""
 
     page: str
     words: tuple[str, ...]
@@ -51,7 +51,7 @@ class Command:
 
 
 def in_blocks(path: Path) -> list[Command]:
-    """Return the commands of a page's blocks of shell; ``a && b`` are two."""
+    """Return the commands of a page's shell blocks; ``a && b`` are two commands."""
     lines = [line.strip() for _, block in BLOCK.findall(path.read_text()) for line in block.splitlines()]
     parts = [part for line in lines if line and not line.startswith("#") for part in line.split(" && ")]
     return [
@@ -60,14 +60,14 @@ def in_blocks(path: Path) -> list[Command]:
 
 
 def _program_first(words: list[str]) -> tuple[str, ...]:
-    """Leave out variables that are set for a command, and take ``python -m pytest`` for ``pytest``."""
+    """Remove variables set for a command, and treat ``python -m pytest`` as ``pytest``."""
     while re.match(r"[A-Z_]+=", words[0]):
         words = words[1:]
     return ("pytest", *words[3:]) if words[:3] == ["python", "-m", "pytest"] else tuple(words)
 
 
 def in_text(path: Path) -> list[Command]:
-    """Return commands in the text of a page, without those that have a placeholder (``RUN``, ``FILE.py``, …)."""
+    """Return commands in a page's text, without those that have a placeholder (``RUN``, ``FILE.py``, …)."""
     found = INLINE.findall(BLOCK.sub("", path.read_text()))
     typed = [text for text in found if not re.search(r"[A-Z]{2,}|…|<|\[", text) and text != "pytest suites/"]
     return [Command(path.name, tuple(shlex.split(text))) for text in typed]
@@ -78,7 +78,7 @@ COMMANDS = list({str(one): one for path in PAGES for one in (*in_blocks(path), *
 RUN_HERE = re.compile(
     r"plumbline (new-subject|new-workload|report|show|judge|history|compare reports/(A reports/B|A --by))\b.* "
 )
-"""These take a second or two: they are run, in the order of the pages."""
+"""Commands that take a second or two, and are run in the order of the pages."""
 
 COMMAND_PARSER = runpy.run_path(str(ROOT / "ci" / "docs.py"))["command_parser"]
 NAMES = {"workloads": EVERY, "backends": BACKENDS, "precisions": PRECISIONS}
@@ -122,13 +122,13 @@ def a_folder_with_runs(tmp_path_factory):
 def test_it_runs(command, a_folder_with_runs, monkeypatch, capsys):
     monkeypatch.chdir(a_folder_with_runs)
     code = main.main(command.arguments)
-    # dp and ddp do differ, and the example has no traces.
+    # dp and ddp differ, and the example has no traces.
     expected = 1 if "--by" in command.words else 2 if "judge" in command.words else 0
     assert code == expected, capsys.readouterr().err
 
 
 def _pytest(command, pytester):
-    """Let pytest parse it, with the plugin that its path loads, and look whether what it names is there."""
+    """Let pytest parse it, with the plugin that its path loads, and check that the named paths exist."""
     _parsed_by_pytest(command.arguments, pytester)
 
 
@@ -137,7 +137,7 @@ def _plumbline(command, pytester):
         suites = [word for word in command.words[2:3] if not word.startswith("-")]
         rest = command.arguments[1 + len(suites) :]
         _parsed_by_pytest([f"suites/{suites[0] if suites else 'conformance'}", *rest], pytester)
-    elif len(command.words) == 2:  # only named
+    elif len(command.words) == 2:  # only mentioned
         with pytest.raises(SystemExit) as ended:
             main.main([command.words[1], "--help"])
         assert ended.value.code == 0
@@ -164,7 +164,7 @@ def _parsed_by_pytest(arguments, pytester):
 
 
 def _program_of_the_checkout(command, monkeypatch, capsys):
-    """Look whether a file of ``ci/`` is there, and whether a program's help names every option."""
+    """Check that a file of ``ci/`` exists, and that its help lists every option."""
     script, *arguments = command.arguments if command.program.startswith("python") else command.words
     if script == "-m":
         assert arguments[0] in ("hatchling", "venv")  # tests/wheel runs hatchling
@@ -192,12 +192,12 @@ def _pip(command, pytester):
 
 
 def _tool_of_ci(command, pytester):
-    """Look for the linters' commands in ``.ci/run``, which runs them."""
+    """Look up the linters' commands in ``.ci/run``, which runs them."""
     assert str(command) in (ROOT / ".ci" / "run").read_text()
 
 
 def _zensical(command, pytester):
-    """``zensical build --strict`` is run by ``test_pages.py``; ``serve`` would not end."""
+    """``test_pages.py`` runs ``zensical build --strict``; ``serve`` would not end."""
     assert command.words[1] in ("build", "serve")
 
 

@@ -1,4 +1,4 @@
-"""Every recipe for a mesh trains, on real ranks, what one device trains."""
+"""Every mesh recipe trains, on real ranks, like one device."""
 
 from __future__ import annotations
 

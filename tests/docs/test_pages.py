@@ -1,4 +1,4 @@
-"""The pages are built without a warning, and what they say about the code is so."""
+"""The pages build without warnings, and their statements about the code are true."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def text(name):
 
 
 def column(page, heading="", place=0):
-    """Return the names in backticks of one column of the tables of a page, or of one section of it."""
+    """Return the names in backticks in one column of a page's tables, or of one section's."""
     section = text(page)
     if heading:
         section = re.split(r"\n#+ ", section.split(f"{heading}\n", 1)[1], maxsplit=1)[0]
@@ -129,7 +129,7 @@ def test_the_readme_is_short_and_its_table_is_one_that_was_measured():
 
 
 def test_the_readme_s_finding_is_recorded():
-    """The sentence is in the report about published scripts, and the entry and its program are there."""
+    """The sentence is in the report about published scripts, and the entry and its program exist."""
     quoted = re.search(r"^> (gradients at step 1.*?)\n\n", text("README.md"), re.DOTALL | re.MULTILINE)[1]
     assert " ".join(quoted.replace("> ", "").split()) in text("reports/scripts-by-others.md")
     entries = tomllib.loads(text("suites/expectations/accelerate.toml"))["expected"]
@@ -188,7 +188,7 @@ def test_fields_of_the_records_are_those_of_the_code():
 
 
 def record(name):
-    """Return the class of a line of ``results.jsonl``, wherever in its package it is."""
+    """Return the class of a line of ``results.jsonl``, wherever it is in its package."""
     for path in (ROOT / "harness" / "plumbline" / "results").glob("*.py"):
         if f"\nclass {name}(" in path.read_text():
             return getattr(importlib.import_module(f"plumbline.results.{path.stem}"), name)

@@ -1,4 +1,4 @@
-"""The problems in the documentation are fit to judge trainers by, and what the page says of them is so."""
+"""The documentation's problems are suitable for judging trainers, and the page about them is true."""
 
 from __future__ import annotations
 

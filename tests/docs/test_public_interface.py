@@ -1,4 +1,4 @@
-"""Whatever the package exports says what it does."""
+"""Every export of the package has a docstring."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every recipe of the documentation trains, on real ranks, what one device trains; its other code runs."""
+"""Every recipe in the documentation trains, on real ranks, like one device; its other code runs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def train(job):
 
 
 def library(recipe):
-    """The package that a recipe is for, None where torch is enough."""
+    """The package that a recipe is for, or None if torch suffices."""
     named = re.search(r'library="(\w+)"', RECIPES[recipe])
     return named and named[1]
 
@@ -75,7 +75,7 @@ def test_there_is_one_for_each_kind_of_code():
     assert len(RECIPES) == len(blocks("docs/write-an-adapter.md")) + 2, "a block of code that no test runs"
 
 
-# Dropout that follows from the sample, whose evidence is the sample ids; a loss that needs its own batch's tokens.
+# Dropout that depends on the sample id; a loss that needs its own batch's tokens.
 @pytest.mark.parametrize("workload", ["dropout", "lm-tokens"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_it_is_right(recipe, workload, recipes, cell_of, tmp_path):
@@ -85,14 +85,14 @@ def test_it_is_right(recipe, workload, recipes, cell_of, tmp_path):
     findings = examine(recipes, cell, tmp_path, Settings(600)).findings
     expected = Outcome.PASSED if workload == "dropout" else Outcome.DEVIATES
     if recipe == "model_returns_its_loss":
-        expected = Outcome.PASSED  # where there are labels, transformers takes the mean over those of all ranks
+        expected = Outcome.PASSED  # if there are labels, transformers averages over those of all ranks
     assert worst(finding.outcome for finding in findings) is expected, findings
-    # Where the loss is inside of the model, it is still the job's, and its samples are known.
+    # A loss inside the model is still the job's, so its samples are known.
     assert next(finding for finding in findings if finding.check == "samples").outcome is Outcome.PASSED
 
 
 def test_the_reference_trainer_s_page_runs(monkeypatch, capfd):
-    """The loop trains on two ranks; a trainer is made as each line says, and nothing of eight GPUs is started."""
+    """The loop trains on two ranks; each line creates its trainer, and nothing of eight GPUs is started."""
     trainers, loop = blocks("docs/reference-trainer.md")
     fitted = []
     with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""What is known beforehand: files that say what they mean, and findings that are matched, or not, by them."""
+"""Expected findings: the files that list them, and which findings match."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ link = "https://example.org/1"
 
 @pytest.fixture
 def known(tmp_path):
-    """Return a function that reads a file of this text, as what is expected of ``simulated``."""
+    """Return a function that reads a file with this text, as the expectations of ``simulated``."""
 
     def read(text):
         (tmp_path / "simulated.toml").write_text(text)
@@ -48,7 +48,7 @@ def known(tmp_path):
 
 @pytest.fixture
 def end_of(cell_of, known):
-    """Return a function that says how a cell of these findings ends, and which of them somebody expected."""
+    """Return a function from a cell's findings to its outcome, and to those that were expected."""
 
     def end(findings, place=("accumulation", "ddp", "1x3"), text=SHORT_WINDOW):
         cell = cell_of(*place)
@@ -180,7 +180,7 @@ USER = Software("Simu_Lated", "1.3")
 
 @pytest.fixture
 def end_of_users(cell_of, known):
-    """Return a function that says how a cell of a user's trainer ends, of which only the library is known."""
+    """Return a function like ``end_of`` for a user's trainer, of which only the library is known."""
 
     def end(findings, workload="accumulation", software=USER, name="mine", text=OF_LIBRARY):
         about = known_of_subject(name, software, {"simulated": known(text)})

@@ -1,4 +1,4 @@
-"""One of each kind from outside of the package, in a file of its own under ``outside/``; registries are put back."""
+"""Extensions from outside the package, one file of each kind in ``outside/``; registries are restored."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _one_thread(one_thread):
 
 @pytest.fixture
 def outside():
-    """Import a file as ``-p`` does it, which registers what it has, and return it as the locator of its subjects."""
+    """Import a file like ``-p``, which registers its contents; return it as the locator of its subjects."""
 
     def imported(name):
         for registry in (BACKENDS, CHECKS[TrainingRecord], PRECISIONS, WORKLOADS):
@@ -44,7 +44,7 @@ def outside():
 
 @pytest.fixture
 def trained(warm_pool, cell_of, tmp_path):
-    """Train a cell of a subject in ``outside/`` with real ranks, and return its findings by the check's name."""
+    """Train a cell of a subject in ``outside/`` with real ranks; return its findings by check."""
 
     def trained(locator, subject, workload, backend, topology, precision="32"):
         cell = cell_of(workload, backend, topology, precision, subject=subject)

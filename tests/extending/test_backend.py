@@ -1,4 +1,4 @@
-"""A backend costs one file: it is planned, launched, judged, and has a column in the report."""
+"""A new backend needs one file: it is planned, launched, judged, and has a column in the report."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_it_is_launched_and_judged(outside, trained):
 
 
 def test_a_run_of_the_suite_needs_only_its_file(outside, tmp_path):
-    """The file is named twice: ``--subject`` is for the ranks, ``-p`` for the process that plans and reports."""
+    """The file is named twice: ``--subject`` is for the ranks, and ``-p`` for the process that plans and reports."""
     file = outside("backend")
     options = ["--gpus", "2", "--workloads", "mlp", "--precisions", "32", "--backends", "gather"]
     command = [sys.executable, "-m", "pytest", str(suites() / "conformance"), "-q", "-p", file.stem, *options]

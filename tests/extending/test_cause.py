@@ -1,4 +1,4 @@
-"""A cause costs one file with one call of ``register``, and is found in a subject and in a script."""
+"""A new cause needs one file with a call of ``register``, and is found in a subject and in a script."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def halving_the_last():
 
 
 def mirrored(case):
-    """Predict one parameter's gradient with each row in reverse order."""
+    """Predict one parameter's gradient with the order of each row reversed."""
     right = case.expected.contract
     for wrong in right:
         yield {name: value.flip(-1) if name == wrong else value for name, value in right.items()}
@@ -56,7 +56,7 @@ def test_it_explains_what_nothing_explained_before(outside, trained, monkeypatch
 
 
 def observed(case):
-    """Predict nothing: what was observed meets itself."""
+    """Predict the observed gradient itself."""
     yield case.observed
 
 

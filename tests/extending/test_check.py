@@ -1,4 +1,4 @@
-"""A check costs one file with one line of ``CHECKS``, and judges a subject and a script."""
+"""A new check needs one file with a line of ``CHECKS``, and judges a subject and a script."""
 
 from __future__ import annotations
 

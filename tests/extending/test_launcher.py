@@ -1,4 +1,4 @@
-"""A launcher costs one class and one line of ``LAUNCHERS``."""
+"""A new launcher needs one class and one line of ``LAUNCHERS``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from plumbline.launch.pool import Launcher, Pool
 
 
 class Marked(Launcher):
-    """This machine; it counts its pools."""
+    """Launches on this machine, and counts its pools."""
 
     pools = 0
 

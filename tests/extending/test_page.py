@@ -23,7 +23,7 @@ FILES = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE.read_text(), r
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """The folder of a run that has loaded every file of the page, of a trainer that halves the last micro-batch."""
+    """The folder of a run that loaded all files of the page, with a trainer that halves the last micro-batch."""
     folder = tmp_path_factory.mktemp("reader")
     for name, text in FILES.items():
         (folder / name).write_text(text)

@@ -1,4 +1,4 @@
-"""What the parallelisms of today promise is a mesh, each of them one object: hsdp, tp, fsdp+tp, pp, ep, cp."""
+"""The contract of each parallelism is a mesh, as one object: hsdp, tp, fsdp+tp, pp, ep, cp."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_ranks_that_see_the_same_samples_draw_as_many_as_one_alone(backend, batc
 
 @pytest.mark.parametrize(("backend", "groups"), [(DDP_TP, [(0, 1), (2, 3)]), (HSDP, [(0,), (1,), (2,), (3,)])])
 def test_the_judge_takes_one_loss_of_each_set_of_samples(backend, groups, monkeypatch, cell_of):
-    """Ranks of a tensor-parallel group report the same samples; the mean is over the groups, as with ddp over dp."""
+    """Ranks of a tensor-parallel group report the same samples; the mean is over groups, like ddp over dp."""
     monkeypatch.setitem(BACKENDS, backend.name, backend)
     samples = {rank: (2 * index, 2 * index + 1) for index, group in enumerate(groups) for rank in group}
     ranks = [

@@ -1,4 +1,4 @@
-"""A precision costs one file."""
+"""A new precision needs one file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A report format costs one module with a ``FORMAT``, and one line in ``FORMATS``."""
+"""A new report format needs one module with a ``FORMAT``, and one line in ``FORMATS``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def as_tap(run):
 
 @pytest.fixture
 def recorded(cell_of, tmp_path):
-    """A run on disk of which one cell passed and one failed."""
+    """A run on disk with a passed and a failed cell."""
     cells = {cell_of("mlp", "none", "1x1"): Outcome.PASSED, cell_of("mlp", "ddp", "1x2"): Outcome.FAILED}
     header = Header.of(list(cells), command=["pytest"], options={}, fingerprint=Fingerprint(), simulated=True)
     results = [Result.of(cell, Finding("gradients", ended, "…"), "pytest", 0.5) for cell, ended in cells.items()]

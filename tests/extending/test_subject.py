@@ -1,4 +1,4 @@
-"""A subject costs one file."""
+"""A new subject needs one file."""
 
 from __future__ import annotations
 

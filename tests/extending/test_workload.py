@@ -1,4 +1,4 @@
-"""A workload costs one file."""
+"""A new workload needs one file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The quick faults, injected for real: each is seen for what it is, and leaves nothing behind."""
+"""The quick faults, injected for real: each is reported correctly, and leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whoever the injector starts does not outlive it for long, however it ends."""
+"""Processes that the injector starts do not outlive it for long, however it ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 CI = Path(__file__).parents[2] / "ci"
 MARK = "PLUMBLINE_TEST"
 LIMIT_S = 300
-"""How long a busy machine may take for what an idle one does in seconds."""
+"""A limit for a busy machine; an idle one needs seconds."""
 PROGRAMS = ("WAITS", "DEAF", "PARENT", "DAEMON", "BREEDS")
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
@@ -24,12 +24,12 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are f
 
 @pytest.fixture
 def mark():
-    """Return the value of a variable that marks what a test starts."""
+    """Return the value of a variable that marks the processes that a test starts."""
     return secrets.token_hex(8)
 
 
 def marked(mark, words=b""):
-    """Return the processes that inherited the mark, those whose command has some words."""
+    """Return the processes that inherited the mark, or those whose command contains ``words``."""
     found = []
     for place in Path("/proc").glob("[0-9]*"):
         try:
@@ -42,7 +42,7 @@ def marked(mark, words=b""):
 
 
 def waited_for(condition):
-    """Return whether a condition came true within the limit; it is looked at again and again."""
+    """Poll a condition; return whether it became true within the limit."""
     end = time.monotonic() + LIMIT_S
     while not (true := condition()) and time.monotonic() < end:
         threading.Event().wait(0.02)
@@ -51,7 +51,7 @@ def waited_for(condition):
 
 @pytest.fixture(scope="module")
 def programs():
-    """Read what is left behind in another process: other folders have modules of the same names."""
+    """Read what is left behind in another process, because other folders have modules with the same names."""
     asked = f"import json, leaving; print(json.dumps({{name: getattr(leaving, name) for name in {PROGRAMS}}}))"
     return json.loads(subprocess.check_output([sys.executable, "-c", asked], cwd=CI / "fault_lane" / "subjects"))
 
@@ -72,5 +72,5 @@ def test_when_the_injector_is_killed_all_that_it_injected_ends(mark, tmp_path):
     finally:
         injector.kill()
         injector.wait()
-    # Its fork servers end all that is theirs; nobody has to come to the end of the life that it was given.
+    # Its fork servers kill all their processes: none of them has to reach the end of its life span.
     assert waited_for(lambda: not marked(mark))

@@ -1,4 +1,4 @@
-"""A log keeps the beginning and the end of what was printed, all of it where that is little."""
+"""A log keeps the beginning and the end of the output, or all of it if it is short."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a rank's Python stacks to whom it waits for."""
+"""From a rank's Python stacks to the rank that it waits for."""
 
 from __future__ import annotations
 

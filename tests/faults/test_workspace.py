@@ -1,4 +1,4 @@
-"""A temporary folder is removed by its user; that of a killed one by the next, and that of a living one by nobody."""
+"""A temporary folder is removed by its user or, if that was killed, by the next one; never while its user lives."""
 
 from __future__ import annotations
 

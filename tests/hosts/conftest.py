@@ -1,4 +1,4 @@
-"""Hosts of their own on this machine: network namespaces with addresses and names, joined by a bridge."""
+"""Simulated hosts on this machine: network namespaces with addresses and names, connected by a bridge."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ INSTALL = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", "iprout
 
 
 def ip(*words, check=True):
-    """Call iproute2; return what it printed."""
+    """Run iproute2; return its output."""
     done = subprocess.run(["ip", *map(str, words)], capture_output=True, text=True, check=False)
     assert not check or done.returncode == 0, f"ip {words}: {done.stderr}"
     return done.stdout
 
 
 def cannot_be_had():
-    """Return why there can be no such hosts here, in a line; None: there can. As root iproute2 is installed."""
+    """Return in one line why such hosts are impossible here, or None. As root, install iproute2."""
     if sys.platform != "linux" or os.getuid() != 0:
         return "hosts of their own are network namespaces: they need root, and Linux"
     if shutil.which("ip") is None:
@@ -47,7 +47,7 @@ def cannot_be_had():
 
 
 def until(holds, seconds=600.0):
-    """Wait until ``holds()``; return whether it came to that."""
+    """Wait until ``holds()``; return whether it became true."""
     end = time.monotonic() + seconds
     while not (true := holds()) and time.monotonic() < end:
         time.sleep(0.1)
@@ -55,7 +55,7 @@ def until(holds, seconds=600.0):
 
 
 def remove_those_of_the_killed():
-    """Remove hosts whose pytest is gone, and was given no time to remove them."""
+    """Remove the hosts of killed pytest processes."""
     for tag, pid, node in re.findall(r"^(pl(\d+))-(\d+)", ip("netns", "list"), re.MULTILINE):
         if not Path("/proc", pid).exists():
             for process in ip("netns", "pids", f"{tag}-{node}", check=False).split():
@@ -66,7 +66,7 @@ def remove_those_of_the_killed():
 
 
 class Hosts:
-    """So many hosts. ``command`` leads to each of them; this machine is at the bridge between them, as one more."""
+    """A number of hosts. ``command`` leads to each of them; this machine is at the bridge between them, as one more."""
 
     until = staticmethod(until)
 
@@ -121,7 +121,7 @@ class Hosts:
         ip("link", "set", self.cable(node), "down")
 
     def plug_in(self, node):
-        """Plug the cable in again; both ends forget that they could not reach the other."""
+        """Reconnect the cable; both ends forget that they could not reach each other."""
         ip("link", "set", self.cable(node), "up")
         assert until(lambda: "LOWER_UP" in self.inside(node, "link", "show", "eth0"))
         self.inside(node, "neigh", "flush", "dev", "eth0")
@@ -137,7 +137,7 @@ class Hosts:
 
 @pytest.fixture(scope="session")
 def hosts():
-    """Return two hosts; they are gone at the end of the session, whatever becomes of it."""
+    """Return two hosts, which are removed at the end of the session."""
     if reason := cannot_be_had():
         pytest.skip(reason)
     with Hosts(2) as made:
@@ -148,7 +148,7 @@ def hosts():
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left(request):
-    """After each test no process is left on any host."""
+    """Check after each test that no process is left on any host."""
     yield
     if "hosts" in request.fixturenames:
         hosts = request.getfixturevalue("hosts")

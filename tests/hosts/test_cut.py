@@ -1,4 +1,4 @@
-"""A network that breaks between hosts is found within a bounded time, named, and leaves nothing running."""
+"""A broken network between hosts is found within a bounded time, named, and leaves nothing running."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ LONG = 600.0
 
 
 def all_have_stepped(folder):
-    """Whether each rank of a 2 × 2 cell has done its first step."""
+    """Return whether each rank of a 2 × 2 cell has taken its first step."""
     return all((folder / f"reached-{rank}").exists() for rank in range(4))
 
 
 @pytest.fixture
 def cable(hosts):
-    """The second host's cable; it is plugged in again at the end."""
+    """The second host's cable; it is reconnected at the end."""
     yield lambda: hosts.pull(1)
     hosts.plug_in(1)
 
 
 @pytest.fixture
 def started(hosts, hosts_pool, cell_of, tmp_path, monkeypatch):
-    """Start a 2 × 2 cell that stands still after its first step; return it, and its pool."""
+    """Start a 2 × 2 cell that stops after its first step; return it, and its pool."""
     monkeypatch.setenv("PLUMBLINE_TEST_FOLDER", str(tmp_path))
 
     def started(time_limit):
@@ -102,7 +102,7 @@ def test_a_run_whose_cable_is_pulled_goes_on_and_says_of_each_cell_what_was_the_
 
 
 def test_a_server_behind_a_cut_notices_by_itself_and_ends_its_ranks(hosts, cable, cell_of, tmp_path, monkeypatch):
-    """As where nobody on this machine holds its process: started by hand, or by SLURM."""
+    """For servers that nothing on this machine controls: started by hand, or by SLURM."""
     monkeypatch.setenv("PLUMBLINE_TEST_FOLDER", str(tmp_path))
     servers = []
 
@@ -176,7 +176,7 @@ def test_a_main_address_on_loopback_is_an_error_and_no_hang(hosts, tmp_path, sta
 
 
 def test_a_main_address_that_all_reach_trains(hosts, tmp_path):
-    """The same script, which is what it takes for the test above to say anything."""
+    """The same script, so that the test above is meaningful."""
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
     told = {"MASTER_ADDR": hosts.address(0), "MASTER_PORT": "29511", "PYTHONPATH": str(ROOT)}

@@ -1,4 +1,4 @@
-"""``--launcher hosts``: cells whose ranks live on hosts with addresses of their own are judged as on one machine."""
+"""``--launcher hosts``: cells with ranks on hosts with their own addresses are judged as on one machine."""
 
 from __future__ import annotations
 

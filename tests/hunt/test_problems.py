@@ -1,4 +1,4 @@
-"""What a drawn problem promises: it needs nothing that is not declared, survives its file, and can be judged by."""
+"""Drawn problems: they need only declared capabilities, survive a round trip through a file, and can be judged."""
 
 from __future__ import annotations
 

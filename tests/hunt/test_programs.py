@@ -1,4 +1,4 @@
-"""What a program without Plumbline promises: it is plain, and shows a deviation only where there is one."""
+"""Programs without Plumbline: they are plain, and show a deviation only if there is one."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ SMALL = [
     Recipe(loss="in-batch"),
     Recipe(steps_per_epoch=2, left_out=3),
 ]
-"""Problems such as searches shrink failures to: what every template writes a program for."""
+"""Problems like those to which searches shrink failures; every template writes a program for them."""
 
 MODULES = {
     "accelerate": "accelerate",
@@ -68,7 +68,7 @@ MODULES = {
     "fabric": "lightning",
     "ignite": "ignite",
     "lightning": "lightning",
-    "ray": "ray pyarrow",  # ray[train] brings it, which ray alone lacks
+    "ray": "ray pyarrow",  # from ray[train]; ray alone lacks it
     "sentence-transformers": "sentence_transformers",
     "sentence-transformers-gather": "sentence_transformers",
     "torch": "torch",
@@ -86,13 +86,13 @@ NOT_ASKED = {
     "trl": {"batchnorm", "unused"},
     "trl-padding-free": {"batchnorm", "unused"},
 }
-"""Words of recipes that searches ask no such trainer for."""
+"""Words of recipes that searches do not ask these trainers for."""
 
 NEVER_RESUMED = ("aitoolbox", "ray", "sentence-transformers", "sentence-transformers-gather", "torch")
-"""Templates without an interruption. What Ray and torch resume is the user's own loop."""
+"""Templates without an interruption. With Ray and torch, resuming is in the user's own loop."""
 
 REPORTING = ("ignite", "lightning", "transformers", "sentence-transformers", "sentence-transformers-gather")
-"""Libraries that take the mean of a training loss themselves."""
+"""Libraries that average a training loss themselves."""
 
 INTERRUPTED = Recipe(steps_per_epoch=2, epochs=2, optimizer="adam", interrupt_after=1)
 FILLED_UP = Recipe(inputs="text", loss="labels", batch_size=3, steps_per_epoch=2, left_out=2)
@@ -114,14 +114,14 @@ def problem_of(recipe, subject, ranks=2, precision="32", finding=GRADIENTS, back
 
 
 def asked_of(subject, recipe):
-    """Return the recipe as a search asks the subject for it, None where it does not."""
+    """Return the recipe as a search asks the subject for it, or None if it does not."""
     if subject in OWN_LOSS:
         recipe = replace(recipe, inputs="text", loss="labels")
     return recipe if NOT_ASKED.get(subject, set()).isdisjoint((recipe.inputs, *recipe.layers)) else None
 
 
 def python_of(subject):
-    """Return an interpreter that has the subject's library, this one or that of an environment; skip without any."""
+    """Return an interpreter with the subject's library, this one or that of an environment; skip without one."""
     if all(find_spec(module) for module in MODULES[subject].split()):
         return sys.executable
     library = LIBRARIES[subject].partition("[")[0]
@@ -130,7 +130,7 @@ def python_of(subject):
 
 
 def run_of(program, subject, processes=2):
-    """Run a program as a hunt does."""
+    """Run a program like a hunt."""
     return run_program(program, processes, python_of(subject), SUBJECTS / "programs" / subject)
 
 
@@ -271,7 +271,7 @@ def test_a_program_is_given_modules_that_its_environment_lacks(tmp_path):
 
 @pytest.mark.parametrize("layers", [(), ("thawed",), ("experts",)], ids="-".join)
 def test_a_right_trainer_is_not_accused_and_a_wrong_step_is(layers, capsys):
-    """The one that runs by default: torch alone, on one rank; what is wrong is a learning rate."""
+    """The default case: torch alone, on one rank, with a wrong learning rate."""
     text = text_of(problem_of(replace(WINDOWS, layers=layers), "torch", ranks=1))
     wrong = text.replace("SGD(wrapped.parameters(), lr=0.1)", "SGD(wrapped.parameters(), lr=0.2)")
     with torch.random.fork_rng():
@@ -331,7 +331,7 @@ def test_a_released_trainer_that_is_right_is_not_accused(tmp_path, subject, reci
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("subject", "recipe", "finding"),
-    # Within an epoch Lightning begins its samples again.
+    # Resumed within an epoch, Lightning starts the epoch's samples again.
     [(one, INTERRUPTED, RESUMED) for one in TEMPLATES if one not in (*NEVER_RESUMED, "lightning")]
     + [("lightning", replace(INTERRUPTED, interrupt_after=2), RESUMED)]
     + [(one, Recipe(steps_per_epoch=2, shuffle=True), REPORTED) for one in REPORTING]
@@ -377,7 +377,7 @@ def test_what_a_released_trainer_does_right_is_not_accused(tmp_path, subject, re
     ],
 )
 def test_what_a_released_trainer_is_known_to_do_is_shown(tmp_path, subject, recipe, finding):
-    ranks = 1 if finding is RESUMED else 2  # of several, Accelerate and Ignite draw the same order again
+    ranks = 1 if finding is RESUMED else 2  # with several epochs, Accelerate and Ignite draw the same order again
     problem = problem_of(recipe, subject, ranks, finding=finding).visible(())
     (tmp_path / "program.py").write_text(text_of(problem))
     run = run_of(tmp_path / "program.py", subject, ranks)
@@ -425,7 +425,7 @@ def test_a_right_backend_and_precision_are_not_accused(tmp_path, subject, backen
 @pytest.mark.nightly
 @pytest.mark.parametrize(("accumulate", "shown"), [(3, Shown.YES), (2, Shown.NO)])
 def test_a_share_that_float32_does_not_hold_shows_in_float64(tmp_path, accumulate, shown):
-    """Composer multiplies the loss by it in float32: a third is rounded, and a half is not."""
+    """Composer multiplies the loss by it in float32, which rounds a third but not a half."""
     problem = problem_of(Recipe(steps_per_epoch=accumulate, accumulate=accumulate), "composer", 1, "64")
     (tmp_path / "program.py").write_text(text_of(problem))
     assert run_of(tmp_path / "program.py", "composer", 1).shows(None) is shown

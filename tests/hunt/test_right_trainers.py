@@ -1,4 +1,4 @@
-"""Problems on which searches have accused a right trainer: what they found is mended, and stays so."""
+"""Problems on which searches accused a right trainer: the causes are fixed, and stay fixed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from plumbline.planning.declaration import Declaration
 from plumbline.workloads.generated import Recipe
 
 TURNS = Recipe(optimizer="several", batch_size=8, steps_per_epoch=5)
-"""The reference trainer's optimizers take turns: each has a pass of its own over each micro-batch."""
+"""The reference trainer's optimizers take turns: each has its own pass over each micro-batch."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What a search promises: a wrong trainer is found, and its problem shrunk; what is known is passed over."""
+"""Searches: a wrong trainer is found, and its problem shrunk; known deviations are passed over."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_what_fails_is_shrunk_to_what_it_takes_to_fail(tmp_path):
         search.until = math.inf
         found = search.round(0)
     assert found.cause == "steps: short-last-window-dropped"
-    # One sample a batch suffices. How far the size shrinks depends on the version of hypothesis.
+    # One sample per batch suffices. How far the size shrinks depends on the version of hypothesis.
     assert replace(found.drawn.recipe, batch_size=4) == Recipe(accumulate=2, steps_per_epoch=3)
 
 
@@ -80,7 +80,7 @@ def test_of_several_subjects_each_is_searched_and_has_a_folder(tmp_path, capsys)
 
 @pytest.fixture
 def search(warm_pool, tmp_path):
-    """A search among problems of a trainer that is wrong on all of them."""
+    """A search among problems with a trainer that is wrong on all of them."""
     pool = warm_pool(MISTAKE)
     declared = [Declaration.of(MISTAKE, one) for one in pool.subjects if one["name"] == "mirrors"]
     return Search(pool, declared, cells_of(declared, 1, "cpu"), tmp_path)
@@ -157,7 +157,7 @@ def test_what_is_known_is_passed_over(search):
 
 
 def test_the_consequences_of_an_expected_failure_are_known_too(tmp_path):
-    """A problem of one short window has no other finding about a trainer that never steps it."""
+    """A problem with one short window has no other finding about a trainer that never steps it."""
     ignite = Software("pytorch-ignite", "0.5.5")
     declared = Declaration("ignite", "ignite", ("none",), {"cpu": ["32"], "cuda": []}, frozenset(), ignite)
     (search,) = searches(None, [declared], 1, tmp_path)

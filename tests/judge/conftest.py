@@ -1,4 +1,4 @@
-"""Traces of right trainers without processes, and the launching of wrong ones."""
+"""Traces of right trainers without processes, and launches of wrong ones."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def _one_thread(one_thread):
 
 
 def seeded(workload, seed):
-    """The same problem with other weights, data and order."""
+    """Return the same problem with other weights, data and order."""
     return type(workload)() if seed is None else type(type(workload).__name__, (type(workload),), {"seed": seed})()
 
 
 def shares_of(cell, batch):
-    """Split a step's samples over ranks, and each rank's over its devices, in equal parts and in order."""
+    """Split a step's samples over ranks, and each rank's over its devices, equally and in order."""
     ranks = torch.tensor(batch).chunk(cell.processes)
     spread = cell.parallelism.devices_per_process(cell.topology)
     return [tuple(tuple(share.tolist()) for share in rank.chunk(spread)) for rank in ranks]
 
 
 def reduced(parts, rng):
-    """Average the groups' gradients as some all-reduce might: in any order, divided before or after."""
+    """Average the groups' gradients like some all-reduce: in any order, divided before or after the sum."""
     (groups,) = parts
     groups = rng.sample(groups, len(groups))
     if rng.random() < 0.5:
@@ -52,7 +52,7 @@ def reduced(parts, rng):
 
 
 def right_trace(workload, cell, seed=0):
-    """Train rightly in the cell's precision, in an order of summation of its own, and return the evidence."""
+    """Train correctly in the cell's precision, with a random order of summation, and return the evidence."""
     rng = random.Random(seed)
     trainer = Oracle(workload, cell.topology.devices, cell.arithmetic)
     optimizer = trainer.optimizer()
@@ -84,7 +84,7 @@ def right_trace(workload, cell, seed=0):
 
 
 class Simulation:
-    """What test files share: they cannot import one another."""
+    """Helpers that test files share, because they cannot import one another."""
 
     seeded = staticmethod(seeded)
     right_trace = staticmethod(right_trace)
@@ -92,7 +92,7 @@ class Simulation:
 
     @staticmethod
     def judge(trace, workload, cell):
-        """The findings of a trace by the check's name."""
+        """Return the findings of a trace by check."""
         return {finding.check: finding for finding in judge(TraceAnalysis(trace, workload, cell))}
 
 
@@ -103,7 +103,7 @@ def simulation():
 
 @pytest.fixture
 def verdict(warm_pool, cell_of, tmp_path):
-    """Train a cell with real ranks and return its findings by the check's name, and the worst of them."""
+    """Train a cell with real ranks; return its findings by check, and the worst of them."""
 
     def verdict(subject, workload, backend, topology, precision="32", *, locator=DETECTION):
         cell = cell_of(workload, backend, topology, precision, subject=subject)

@@ -1,6 +1,6 @@
-"""A training that was interrupted is held against the same one that was not: each loss is seen, and called by its name.
+"""An interrupted training is compared with an uninterrupted one: each lost part is found and named.
 
-Most of it is judged on evidence made in memory; at the end some real ranks stop, save and go on.
+Most tests judge evidence made in memory; at the end, some real ranks stop, save and resume.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Simulated:
 
 
 def plan_of(workload, epochs=(0, 1), seed=5):
-    """The steps of the epochs: an order for each of them, cut into batches and windows."""
+    """The steps of the epochs: an order for each, cut into batches and windows."""
     steps = []
     for epoch in epochs:
         count = workload.samples(1)
@@ -92,7 +92,7 @@ def plan_of(workload, epochs=(0, 1), seed=5):
 
 
 def interrupted(workload, cell, *, lose=lambda simulated: None, go_on=None, origin=None, factor=1.0):
-    """The evidence of three launches; ``lose`` spoils what was saved, ``go_on`` the plan of what is left."""
+    """The evidence of three launches; ``lose`` changes the checkpoint, and ``go_on`` the remaining steps."""
     plan, after = plan_of(workload), workload.interrupt_after
     whole = uninterrupted(workload, cell, factor, type(workload).optimizer, type(workload).scheduler)
     before = Simulated(workload, origin or cell, factor)
@@ -108,7 +108,7 @@ def interrupted(workload, cell, *, lose=lambda simulated: None, go_on=None, orig
 
 @cache
 def uninterrupted(workload, cell, factor, *_made_by):
-    """The evidence of the whole training, once for each way in which a test lets the workload make its optimizer."""
+    """The evidence of the whole training, once for each optimizer that a test makes the workload use."""
     return Simulated(workload, cell, factor).run(plan_of(workload))
 
 
@@ -119,7 +119,7 @@ def loaded(before, resumed):
 
 @pytest.fixture
 def told(one_thread):
-    """What the checkpoint check says of evidence; nothing else may be bad unless that is expected."""
+    """Return the checkpoint check's finding; nothing else may be bad unless expected."""
 
     def told(trace, cell, *, others=()):
         findings = {finding.check: finding for finding in judge(TraceAnalysis(trace, WORKLOADS[cell.workload], cell))}
@@ -308,13 +308,13 @@ def test_the_first_epochs_order_from_the_place_in_the_second(told, cell_of):
 
 @pytest.fixture
 def right(cell_of):
-    """Right evidence of two ranks, to be spoilt, and its cell."""
+    """Right evidence of two ranks, for tests to change, and its cell."""
     cell = cell_of("checkpoint", "ddp", "1x2")
     return interrupted(WORKLOADS["checkpoint"], cell), cell
 
 
 def of_rank(launch, rank, **changes):
-    """The launch with something changed on one rank."""
+    """Return the launch with a change on one rank."""
     return replace(
         launch, ranks=tuple(replace(one, **changes) if one.rank == rank else one for one in launch.ranks)
     )  # fmt: skip
@@ -349,7 +349,7 @@ def test_weights_of_a_step_before(right, told):
      (None, "scaler-gone")],
 )  # fmt: skip
 def test_the_loss_scale(right, told, scale, cause):
-    """The scale was lowered in the fifth step; the last one before the interruption had half of it once more."""
+    """The scale was lowered in the fifth step, the last before the interruption, and is halved again."""
     trace, cell = right
 
     def scaled(launch, begin):
@@ -377,7 +377,7 @@ def test_the_launch_that_saves_did_not_stop(right, told):
 
 
 def test_stopping_after_so_many_steps_that_were_taken_is_as_good(told, cell_of):
-    """A skipped step counts for some trainers and not for others: both are right."""
+    """Trainers may or may not count a skipped step."""
     cell = cell_of("checkpoint", "none", "1x1")
     trace = interrupted(WORKLOADS["checkpoint"], cell)
 
@@ -415,7 +415,7 @@ def test_a_gradient_that_is_wrong_after_resuming_only(told, cell_of):
 
 
 def test_what_is_wrong_anyway_is_not_the_checkpoints(told, cell_of):
-    """Gradients are summed where they should be averaged, before and after; the training resumes as it should."""
+    """Gradients are summed instead of averaged, before and after the interruption; resuming is right."""
     cell = cell_of("checkpoint", "ddp", "1x2")
     trace = interrupted(WORKLOADS["checkpoint"], cell, factor=2.0)
     found = told(trace, cell, others={"gradients", "training"})

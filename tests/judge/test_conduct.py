@@ -1,4 +1,4 @@
-"""What a subject declares changes what is right: iterations, order, buffers. Traces are made without processes."""
+"""A subject's declarations change what is right: iterations, order, buffers. Traces are made without processes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from plumbline.workloads import WORKLOADS
 
 MLP = WORKLOADS["mlp"]
 ITERATIONS, OWN_BUFFERS = TrainingBehavior(data="iterations"), TrainingBehavior(buffers="per-rank")
-GROUP = 24  # samples of a step, over all ranks
+GROUP = 24  # samples per step, over all ranks
 
 
 def trace_of(ranks):
-    """Ranks whose steps drew these samples, one batch each; weights are not looked at."""
+    """Return ranks whose steps drew these samples, one batch each; weights do not matter."""
     return Trace(
         tuple(
             RankTrace(rank, len(ranks), tuple(Step((MicroBatch((ids,), ids),), {}, {}, {}, (0.1,)) for ids in own))
@@ -36,7 +36,7 @@ def trace_of(ranks):
 
 @pytest.fixture
 def asked(cell_of):
-    """Return what the check of samples says of the draws of each rank."""
+    """Return the samples check's finding on each rank's draws."""
 
     def ask(ranks, behavior=ITERATIONS, workload=MLP):
         cell = cell_of("mlp", "ddp", f"1x{len(ranks)}")
@@ -46,7 +46,7 @@ def asked(cell_of):
 
 
 def drawn(world, seed, pick):
-    """Draws of six steps of each rank, with a generator of its own; ``pick`` draws so many of 72 samples."""
+    """Return six steps' draws for each rank, from its own generator; ``pick`` draws samples out of 72."""
     generators = [random.Random(1000 * seed + rank) for rank in range(world)]
     return [[pick(generator, GROUP // world) for _ in range(6)] for generator in generators]
 
@@ -115,7 +115,7 @@ def test_undeclared_draws_with_replacement_are_no_epochs(asked):
 
 
 class ShortBatch(type(MLP)):
-    """An epoch of twelve samples: a batch of ten, and one of two."""
+    """An epoch of twelve samples: a batch of ten and one of two."""
 
     name = "short-batch"
     batch_size, steps_per_epoch, epochs = 10, 2, 1
@@ -132,7 +132,7 @@ def test_a_rank_that_fills_up_its_last_batch_with_samples_of_its_own_is_told_so(
 
 
 class FewSamples(type(MLP)):
-    """Two epochs of eight samples: what a rank draws in the first, it often draws in the second."""
+    """Two epochs of eight samples: a rank often draws the same samples in both."""
 
     name = "few-samples"
     batch_size = 4
@@ -156,7 +156,7 @@ def test_few_samples_may_come_in_the_same_order_by_chance(asked, world):
 
 
 def test_a_sample_that_is_drawn_twice_meets_each_of_its_masks():
-    """Random masks belong to a draw, not to a sample: with replacement both are there in one step."""
+    """Random masks belong to a draw, not to a sample: with replacement, one step may have two."""
     workload = WORKLOADS["random-masks"]
     oracle = Oracle(workload, 1)
     torch.manual_seed(0)
@@ -177,7 +177,7 @@ def test_a_sample_that_is_drawn_twice_meets_each_of_its_masks():
 
 
 def buffered(cell, keep):
-    """A training of two ranks whose buffers are what ``keep`` makes of those that each rank's own forward left."""
+    """Return a training of two ranks with buffers that ``keep`` makes of each rank's own."""
     workload = WORKLOADS["cnn-batchnorm"]
     trainer = Oracle(workload, cell.topology.devices, cell.arithmetic)
     weights = {name: parameter.detach().clone() for name, parameter in trainer.parameters.items()}
@@ -247,7 +247,7 @@ def test_ranks_that_do_not_begin_alike_are_caught(cell_of):
 
 
 def test_a_forward_of_each_rank_meets_its_own_buffers():
-    """A model that reads its buffers in training: with buffers of each rank its gradient depends on whose they are."""
+    """The model reads its buffers in training: with buffers per rank, its gradient depends on them."""
     workload = WORKLOADS["checkpoint"]
     oracle = Oracle(workload, 2)
     start = {name: buffer.clone() for name, buffer in oracle.buffers.items()}

@@ -1,4 +1,4 @@
-"""Which findings follow from which: the root cause is read first, and what is independent is never hidden."""
+"""Which findings follow from which: the root cause is first, and independent findings are never hidden."""
 
 from __future__ import annotations
 

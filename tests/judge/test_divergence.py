@@ -1,4 +1,4 @@
-"""A training that one device cannot do in this precision either is no mistake; what is wrong before it still is."""
+"""Divergence that one device shows too is no mistake; mistakes before it are still found."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from plumbline.workloads.generated import Generated, Recipe
 
 
 class Diverging(Generated):
-    """Four layers and a rate that is far too large: the squared error overflows float32 after a few steps."""
+    """Four layers and a learning rate that is far too large: the squared error overflows float32 after a few steps."""
 
     name = "diverging"
     recipe = Recipe(layers=("linear-8",) * 4, loss="squares", steps_per_epoch=8)
@@ -22,7 +22,7 @@ class Diverging(Generated):
 
 
 class Clipped(Generated):
-    """Products of outputs grow until float32 does not hold the square of the norm that gradients are clipped by."""
+    """Products of outputs grow until the squared norm for clipping overflows float32."""
 
     name = "clipped"
     recipe = Recipe(
@@ -32,7 +32,7 @@ class Clipped(Generated):
 
 
 def trained(workload, cell, factor=1.0):
-    """The steps of a training on one device whose first gradient is multiplied by ``factor``."""
+    """Return the steps of a training on one device whose first gradient is multiplied by ``factor``."""
     trainer, steps = Oracle(workload, 1, cell.arithmetic), []
     optimizer, rate, size = trainer.optimizer(), trainer.optimizer().param_groups[0]["lr"], workload.batch_size
     for first in range(0, len(trainer.data), size):
@@ -52,7 +52,7 @@ def trained(workload, cell, factor=1.0):
 
 
 def judged(simulation, cell_of, workload, factor=1.0, error=""):
-    """The findings about such a training, which ends with an ``error``."""
+    """Return the findings on such a training, which ends with an ``error``."""
     cell = cell_of(workload.name, "none", "1x1", "32")
     rank = RankTrace(0, 1, trained(workload, cell, factor), error=error, failed_at=1.0 if error else None)
     return simulation.judge(Trace((rank,)), workload, cell)

@@ -1,4 +1,4 @@
-"""Problems that searches drew, shrunk: on each the judge once accused a trainer that is right. A regression suite."""
+"""Regression tests: shrunk problems on which the judge once accused a right trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A right trainer is not accused, whatever its order of summation, its layout, its precision and its problem."""
+"""A right trainer is not accused, whatever its order of summation, layout, precision and problem."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ ONE_OF_EACH_BACKEND = [
     else pytest.param(backend, topology, marks=pytest.mark.nightly)
     for backend, topology in LAYOUTS
 ]
-"""The other layouts have their turn at night."""
+"""The other layouts run at night."""
 
 PRECISIONS = ("64", "32", "16", "bf16")
 COUPLED = {"cnn-batchnorm": {"dp", "ddp", "ddp2"}, "contrastive": {"ddp", "ddp2"}, "lm-tokens": {"ddp", "ddp2"}}
-"""Where DESIGN section 3 says that a right trainer is not one device."""
+"""Problems on which a right trainer differs from one device, by DESIGN section 3."""
 
 WORST: dict[tuple[str, str], tuple[float, str]] = {}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _printed():
-    """Print how near right trainers came to the limit (seen with -s)."""
+    """Print how close right trainers came to the limit (shown with -s)."""
     yield
     for (precision, check), (error, where) in sorted(WORST.items()):
         print(f"right trainers, precision {precision:>4}, {check:>10}: at worst {error:.2f} × noise ({where})")
@@ -46,7 +46,7 @@ def _printed():
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("workload", PLAIN)
 def test_a_right_trainer_is_never_accused(simulation, cell_of, thorough, workload, precision):
-    # Otherwise, the precisions of a workload have the layouts between them.
+    # Otherwise, the precisions of a workload divide the layouts among them.
     first = (PLAIN.index(workload) + PRECISIONS.index(precision)) % len(PRECISIONS)
     for backend, topology in LAYOUTS if thorough else LAYOUTS[first :: len(PRECISIONS)]:
         for seed in range(2 if thorough else 1):
@@ -62,7 +62,7 @@ def test_a_right_trainer_is_never_accused(simulation, cell_of, thorough, workloa
 
 @pytest.mark.parametrize("precision", ["16", "bf16", "bf16-true"])
 def test_sums_that_are_mostly_exact_in_16_bits_accuse_nobody(simulation, cell_of, thorough, precision):
-    """Numbers of few bits round in one order of summation and not in another: no measured run may show it."""
+    """Short numbers round in one order of summation and not in another, and perhaps in no measured run."""
     cell = cell_of("linear-exact", "dp", "1x4", precision)
     for seed in range(60 if thorough else 5):
         problem = simulation.seeded(WORKLOADS["linear-exact"], seed)

@@ -26,7 +26,7 @@ def right_trace(simulation):
 
 @pytest.fixture
 def judged(simulation, right_trace, cell_of):
-    """Judge a right trace of two ranks after ``change`` was made to it; return the findings and the outcome."""
+    """Judge a right trace of two ranks after ``change``; return the findings and the outcome."""
 
     def judged(change, workload="mlp", backend="ddp", topology="1x2"):
         cell = cell_of(workload, backend, topology)
@@ -37,7 +37,7 @@ def judged(simulation, right_trace, cell_of):
 
 
 def on(rank, step, **changes):
-    """Return a change of one step on one rank; values may be functions of what was there."""
+    """Return a change of one step on one rank; values may be functions of the previous ones."""
 
     def change(trace):
         steps = list(trace.ranks[rank].steps)

@@ -1,4 +1,4 @@
-"""With large tensors in the launch's store, the judge says what it says where each rank writes all of its own."""
+"""The verdict does not change if large tensors are in the launch's store instead of each rank's files."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_ranks_that_a_subject_starts_write_to_the_store_too(warm_pool, cell_of, 
 
 
 def test_a_launch_begins_with_an_empty_store(warm_pool, cell_of, tmp_path):
-    """What a launch that was ended has left in a reused folder may be half of a tensor."""
+    """A killed launch may have left half of a tensor in a reused folder."""
     cell = cell_of("mlp", "none", "1x1", "32", subject="torch")
     for _ in range(2):
         findings = examine(warm_pool("torch"), cell, tmp_path, ALL).findings

@@ -1,4 +1,4 @@
-"""A rate is a float64 number in every precision: its error is a multiple of that rounding, not of float16's."""
+"""A learning rate is a float64 number in every precision: its error is in multiples of float64's rounding."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLAIN = WORKLOADS["mlp"]
 
 @pytest.fixture(scope="module")
 def judged(simulation):
-    """Return a function that judges a float16 training whose rates at one step were times a number."""
+    """Return a function that judges a float16 training whose rates at one step were multiplied."""
 
     def judged(factor, cell):
         trace = simulation.right_trace(PLAIN, cell)
@@ -68,7 +68,7 @@ def test_a_rate_that_is_neither_the_old_nor_the_next_one_is_wrong(simulation, ce
 
 
 def _held_back(simulation, cell_of, moved):
-    """Judge two steps of which the first held one optimizer back; ``moved``: the part of the way each rate went."""
+    """Judge two steps; the first held one optimizer back. ``moved``: how far each rate advanced."""
     workload, cell = TwoSchedules(), cell_of("two-schedules", "none", "1x1", "32")
     (rank,) = simulation.right_trace(workload, cell).ranks
     optimizers = workload.optimizers(workload.model().parameters())
@@ -86,7 +86,7 @@ def _held_back(simulation, cell_of, moved):
 
 
 def rates_of(simulation, cell_of, change):
-    """Judge a training whose rates are those of ``change`` of the rates that are due."""
+    """Judge a training whose rates are ``change`` of the right ones."""
     workload, cell = WORKLOADS["schedule"], cell_of("schedule", "none", "1x1", "32")
     (rank,) = simulation.right_trace(workload, cell).ranks
     optimizer = workload.optimizer(workload.model().parameters())
@@ -120,7 +120,7 @@ NO_SCHEDULE = {"schedulers": 0, "schedule": []}
 
 
 def a_script(*rates):
-    """Return the training of a script with these rates, one for each rank, at its only step."""
+    """Return the training of a script with these rates, one per rank, at its only step."""
     parameters = (Parameter("weight", (2,), "float32"),)
     steps = [
         RecordedStep(0, 0, parameters, torch.ones(2), (), facts={"learning-rate": {"rates": [rate], **NO_SCHEDULE}})

@@ -1,4 +1,4 @@
-"""Ranks that hold one model together, along any dimension of a mesh, are judged by what they compute together."""
+"""Ranks that hold one model together, along any mesh dimension, are judged by their joint result."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_members_of_a_replica_use_its_samples_in_any_order(cell_of, samples, fou
 
 
 def drew(rank, mask):
-    """Return the trace of one step on a rank whose layer drew this mask, a row for each of two samples."""
+    """Return a rank's trace of one step whose layer drew this mask, a row for each of two samples."""
     trace = rank_with(rank, {"a": 1}, ["a"])
     (step,) = trace.steps
     (micro,) = step.micro_batches

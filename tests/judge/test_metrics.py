@@ -1,4 +1,4 @@
-"""A reported figure must be the mean that its name stands for; a wrong one is named for what it is the mean of."""
+"""A reported value must be the mean that its name stands for; a wrong one is named after what it is the mean of."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from plumbline.workloads.basics import Mlp, Uneven
 
 
 class Evaluated(Uneven):
-    """The perceptron with a short last batch, which must report."""
+    """The perceptron with a short last batch and required reports."""
 
     needs = frozenset({"metrics"})
 
 
 class Evidence:
-    """A right training over so many ranks, its books, and what somebody says of it."""
+    """A right training on ``world`` ranks, its bookkeeping, and reported values."""
 
     def __init__(self, simulation, cell, workload=None, precision="32"):
         self.cell, self.workload = cell, workload or Evaluated()
@@ -38,12 +38,12 @@ class Evidence:
         self.trace = Trace(tuple(ranks))
 
     def saying(self, name, values, rank=0):
-        """The same with values that a rank reported, by step."""
+        """The same with a rank's reported values, by step."""
         logged = tuple(Logged(step, name, value) for step, value in values.items())
         return [replace(trace, logged=logged) if trace.rank == rank else trace for trace in self.trace.ranks]
 
     def asked(self, name, values, rank=0):
-        """What the check says of them."""
+        """Return the check's findings on them."""
         return metrics(TraceAnalysis(Trace(tuple(self.saying(name, values, rank))), self.workload, self.cell))
 
     def books(self, name=TRAINING, values=None):
@@ -182,7 +182,7 @@ def test_a_batch_that_is_filled_up_and_counts_for_what_is_left_has_a_name_of_its
 
 
 class Few(Evaluated):
-    """So few training samples that there are more held-out ones."""
+    """Fewer training samples than held-out ones."""
 
     batch_size, steps_per_epoch, epochs = 10, 1, 1
 

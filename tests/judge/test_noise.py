@@ -1,4 +1,4 @@
-"""The limit follows from how many measurements there were and how rarely a right trainer may be accused."""
+"""The limit depends on the number of measurements, and on how rarely a right trainer may be accused."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_nudge_is_one_rounding_of_every_weight(values):
 
 
 def test_in_float64_another_order_inside_a_layer_is_noise(cell_of):
-    """Another order of a router's sums moves the gradient behind an all but closed gate by many roundings."""
+    """Another order of a router's sums changes the gradient behind a nearly closed gate by many roundings."""
     workload, cell = WORKLOADS["experts"], cell_of("experts", "tp", "1x2", "64")
     oracle = Oracle(workload, cell.topology.devices)
     before = {name: parameter.detach().clone() for name, parameter in oracle.parameters.items()}
@@ -129,7 +129,7 @@ def test_in_float64_another_order_inside_a_layer_is_noise(cell_of):
 
 
 class TwoSamples(Generated):
-    """Attention and a BatchNorm over two samples: one of their two orders is hardly rounded at all, the other is."""
+    """Attention and BatchNorm over two samples: one of their two orders hardly rounds, the other does."""
 
     name = "two-samples"
     recipe = Recipe(inputs="images", layers=("linear-3", "attention", "batchnorm"), batch_size=2, seed=85)
@@ -137,7 +137,7 @@ class TwoSamples(Generated):
 
 @pytest.mark.parametrize("tried", [(0, 1), (1, 0)])
 def test_few_samples_are_no_accusation_whichever_of_their_orders_is_tried(cell_of, monkeypatch, tried):
-    """Without weights of their own all runs have the same rounding, and one order has 77 times the other's."""
+    """Without changed weights, all runs have the same rounding, and one order has 77 times the other's."""
     workload, cell = TwoSamples(), cell_of("two-samples", "none", "1x1", "32")
     trainer = Oracle(workload, 1, cell.arithmetic)
     before = {name: parameter.detach().clone() for name, parameter in trainer.parameters.items()}
@@ -150,7 +150,7 @@ def test_few_samples_are_no_accusation_whichever_of_their_orders_is_tried(cell_o
 
 
 class OverOneUnit(Generated):
-    """A LayerNorm over one unit: whatever it gets, it returns its bias, and what is before it has no gradient."""
+    """A LayerNorm over one unit always returns its bias, so layers before it have no gradient."""
 
     name = "over-one-unit"
     recipe = Recipe(inputs="tokens", layers=("linear-1", "layernorm"), loss="squares", batch_size=4, seed=571)
@@ -158,11 +158,11 @@ class OverOneUnit(Generated):
 
 @pytest.mark.parametrize("precision", ["32", "bf16", "64"])
 def test_what_rounding_makes_of_a_gradient_that_cancels_out_is_noise(cell_of, precision):
-    """Float32 makes nothing of it in most runs, and something where the loss is divided by a number of ranks."""
+    """Float32 gives zero in most runs, and a remainder if the loss is divided by a number of ranks."""
     workload, cell = OverOneUnit(), cell_of("over-one-unit", "none", "1x1", precision)
     trainer = Oracle(workload, 1, cell.arithmetic)
     before = {name: parameter.detach().clone() for name, parameter in trainer.parameters.items()}
-    before["layers.1.weight"] += 0.00965  # a factor of one is no rounding
+    before["layers.1.weight"] += 0.00965  # a factor of one does not round
     trainer.load(before)
     made = []
     for sample in range(4):
@@ -210,7 +210,7 @@ def test_a_run_that_takes_other_experts_is_compared_in_what_both_have():
 
 
 class Centred(Generated):
-    """A BatchNorm behind another one: the mean of what it gets is zero but for rounding."""
+    """A BatchNorm behind another one: the mean of its input is zero except for rounding."""
 
     name = "centred"
     recipe = Recipe(layers=("layernorm", "batchnorm", "batchnorm"), batch_size=8, epochs=2)
@@ -236,7 +236,7 @@ def test_in_float64_statistics_of_what_is_centred_already_are_noise(cell_of):
 
 
 class BehindOneAnother(Generated):
-    """A bias in front of a BatchNorm: it begins at zero, and all that moves it is rounding."""
+    """A bias in front of a BatchNorm starts at zero, and only rounding moves it."""
 
     name = "batchnorms-behind-one-another"
     recipe = Recipe(
@@ -258,7 +258,7 @@ def test_a_whole_training_in_float64_may_round_otherwise_inside_its_layers(simul
 
 
 class CancellingOnOneDevice(Generated):
-    """Adam, and a gradient of which rounding alone is left where the tokens of both ranks are one batch."""
+    """Adam, and a gradient that is only rounding if both ranks' tokens are one batch."""
 
     name = "cancelling-on-one-device"
     recipe = Recipe(

@@ -1,4 +1,4 @@
-"""The oracle's gradient is what autograd gives for the backend's contract, written out by hand."""
+"""The oracle's gradient equals autograd's for the backend's contract, written by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A check from outside of the package needs one entry in the registry, and nothing else."""
+"""A check from outside the package needs only one entry in the registry."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from plumbline.workloads import WORKLOADS
 
 
 def small_weights(analysis):
-    """Return a finding about the largest weight before the first step; nothing of it depends on the harness."""
+    """Return a finding about the largest weight before the first step, without using the harness."""
     if not analysis.steps:
         raise Vacuous("no step was seen")
     step = analysis.steps[0].ranks[0]

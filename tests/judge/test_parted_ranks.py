@@ -1,4 +1,4 @@
-"""Why ranks hold different weights: what is said agrees with the other checks, and with what ranks hold together."""
+"""Why ranks hold different weights: the reason agrees with other checks, and with what ranks hold together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from plumbline.workloads import WORKLOADS
 
 
 def parted(held, cell, *, weights=0.0):
-    """Return the finding on ranks whose gradients differ; ``held`` has each rank's parameters."""
+    """Return the finding on ranks with different gradients; ``held`` has each rank's parameters."""
     ranks = []
     for rank, names in enumerate(held):
         before = {name: torch.ones(2) + rank * weights for name in names}

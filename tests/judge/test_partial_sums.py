@@ -1,4 +1,4 @@
-"""Where matrices lie in shards their products are sums of rounded parts: other rounding, and no other update."""
+"""Products of sharded matrices are sums of rounded parts: other rounding is right, another update is not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from plumbline.workloads.basics import Mlp
 
 
 class MuonMlp(Mlp):
-    """The matrices of the perceptron under Muon, and its biases frozen."""
+    """The perceptron's matrices under Muon, with frozen biases."""
 
     def build(self):
         model = super().build()
@@ -62,7 +62,7 @@ def after_a_step(workload, parts):
 
 @pytest.mark.parametrize(("parts", "outcome"), [(2, Outcome.PASSED), (None, Outcome.FAILED)])
 def test_an_update_in_parts_is_right_and_another_update_is_not(cell_of, simulation, parts, outcome):
-    """Muon orthogonalises: half of the matrix alone gives another update, whatever its rounding."""
+    """Muon orthogonalises: half of the matrix by itself gives another update, not just other rounding."""
     workload, cell = MuonMlp(), cell_of("mlp", "ddp", "1x2")
     trace = simulation.right_trace(workload, cell)
     oracle = Oracle(workload, 2, cell.arithmetic)

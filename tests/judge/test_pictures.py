@@ -1,4 +1,4 @@
-"""What the judge records for pictures: errors over steps and parameters, and which ranks' gradients came together."""
+"""The judge's data for pictures: errors over steps and parameters, and which ranks' gradients were combined."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Right trainers, with real ranks: they pass, or deviate exactly where the backend's contract says so.
 
-One cell for each workload and each place: the conformance suite has all of the combinations, and ``suites/detection``
-the trainers that are right in another way.
+One cell for each workload and each place: the conformance suite has all combinations, and ``suites/detection`` has
+trainers that are right in other ways.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Random numbers that are not random are seen and named; fair coins never are."""
+"""Random numbers that are not random are found and named; fair coins never are."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORKLOAD = WORKLOADS["random-masks"]
 
 
 class At(NamedTuple):
-    """A layer's place in a training, and of how many samples it draws the masks there."""
+    """A layer's place in a training, and its number of samples."""
 
     rank: int
     step: int
@@ -33,17 +33,17 @@ class At(NamedTuple):
 
 
 def coins(seed, samples, units=64, kept=0.5):
-    """So many rows of a coin's tosses, as the layer writes them."""
+    """Return rows of coin tosses, as the layer records them."""
     return 2.0 * (torch.rand(samples, units, generator=torch.Generator().manual_seed(seed)) < kept)
 
 
 def independent(at, **options):
-    """Rows that have nothing to do with those of any other place."""
+    """Return rows that are independent of those at any other place."""
     return coins(hash(at), at.samples, **options)
 
 
 def trace_of(rows, *, ranks, steps=6, micro_batches=1, devices=1, samples=4):
-    """The evidence of ranks whose masks are ``rows(at)``."""
+    """Return the evidence of ranks whose masks are ``rows(at)``."""
 
     def micro(rank, step, number):
         drawn = {
@@ -160,7 +160,7 @@ def test_too_few_coins_say_nothing(asked):
 
 @pytest.mark.parametrize("tosses", [8, 20, 64, 200])
 def test_surprise_is_never_more_than_the_chance_allows(tosses):
-    """The bound is one: the true chance of a count at least as uneven is never above exp(-surprise)."""
+    """It is a bound: the true probability of a count at least as uneven is never above exp(-surprise)."""
     for count in range((tosses + 1) // 2, tosses + 1):
         chance = sum(math.comb(tosses, k) for k in range(count, tosses + 1)) / 2**tosses
         bound = math.exp(-float(surprise(torch.tensor(float(count)), torch.tensor(float(tosses)))))

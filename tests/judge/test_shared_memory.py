@@ -1,4 +1,4 @@
-"""Ranks whose parameters lie in the same memory are named, in whatever order their steps were seen; others are not."""
+"""Ranks that share parameter memory are named, whatever the order in which steps were seen; others are not."""
 
 import random
 
@@ -30,7 +30,7 @@ def cell_of(world):
 
 
 def trace_in_one_memory(world, seed):
-    """Every rank makes the right update, and each lands on all; a rank sees some of them, and the rest later."""
+    """Every rank's update changes all ranks' weights; a rank sees some of them, and the rest later."""
     rng, torn = random.Random(seed), torch.Generator().manual_seed(seed)
     cell = cell_of(world)
     trainer = Oracle(MLP, world, cell.arithmetic)
@@ -53,7 +53,7 @@ def trace_in_one_memory(world, seed):
                 before = {name: value - missing[rank][name] for name, value in memory.items()}
                 landed = {n: torch.rand(v.shape, generator=torn) < rng.random() for n, v in memory.items()}
                 seen = {n: memory[n] + update[n] * (1 + (world - 1) * landed[n]) for n in memory}
-                # Half of the time the others' steps are here when this rank begins its next; else still on their way.
+                # Half of the time, the others' steps arrive before this rank's next step; otherwise later.
                 late = rng.random() < 0.5
                 missing[rank] = {
                     n: (memory[n] + world * update[n] - seen[n] if late else torch.zeros_like(seen[n])) for n in memory
@@ -85,7 +85,7 @@ def test_right_ranks_share_nothing(world, simulation):
 
 
 def trace_in_own_memory(world, updates, *, synchronised, seed=0):
-    """Ranks with weights of their own; ``updates(rank, step)`` says how many times rank applies its update."""
+    """Ranks with their own weights; ``updates(rank, step)`` returns how often a rank applies its update."""
     rng, cell = random.Random(seed), cell_of(world)
     trainer = Oracle(MLP, world, cell.arithmetic)
     optimizer = trainer.optimizer()

@@ -1,4 +1,4 @@
-"""In float64 rounding explains next to nothing: an error of one part in ten thousand million is a finding."""
+"""In float64, rounding explains next to nothing: an error of one part in ten thousand million is found."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PLAIN = ["mlp", "cnn-batchnorm", "contrastive", "lm-tokens", "adam", "uneven", "
 
 
 def perturbed(trace, index, part, name):
-    """The trace with one tensor of one step off by ``RELATIVE``, in a random direction, on every rank."""
+    """Return the trace with one tensor of one step changed by ``RELATIVE``, in a random direction, on every rank."""
     original = getattr(trace.ranks[0].steps[index], part)[name]
     direction = torch.randn(original.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     wrong = original + direction * (RELATIVE * original.norm() / direction.norm())
@@ -26,7 +26,7 @@ def perturbed(trace, index, part, name):
         steps = list(rank.steps)
         steps[index] = replace(steps[index], **{part: {**getattr(steps[index], part), name: wrong}})
         if part == "after" and index + 1 < len(steps):
-            # The run went on from there, as a real one would.
+            # The run continues from there, like a real one.
             steps[index + 1] = replace(steps[index + 1], before=steps[index].after)
         ranks.append(replace(rank, steps=tuple(steps)))
     return Trace(tuple(ranks))
@@ -57,7 +57,7 @@ def test_an_error_of_1e_10_is_a_finding_in_float64(workload, part, check, simula
         for name in names:
             value = tensors[name]
             if part == "gradients" and float(value.norm()) < 1e-9 * largest:
-                continue  # zero by construction (a bias in front of a BatchNorm): what one sees of it is rounding
+                continue  # zero by construction (a bias in front of a BatchNorm), except for rounding
             found = simulation.judge(perturbed(trace, index, part, name), WORKLOADS[workload], cell)[check]
             assert found.outcome is Outcome.FAILED, (index, name, found)
             assert found.error_x_noise > 100, (index, name, found)

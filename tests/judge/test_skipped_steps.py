@@ -1,4 +1,4 @@
-"""A step that the loss scaler skipped must leave the weights as they were, whatever they were."""
+"""A step that the loss scaler skipped must not change the weights, whatever they were."""
 
 from __future__ import annotations
 

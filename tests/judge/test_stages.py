@@ -1,4 +1,4 @@
-"""The stages of a pipeline are judged as one rank: right ones pass, and each mistake of a stage is found."""
+"""A pipeline's stages are judged as one rank: right ones pass, and each mistake of a stage is found."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ NAMED = [
 
 @pytest.mark.parametrize(("subject", "cell", "cause", "check", "words"), NAMED, ids=[one[0] for one in NAMED])
 def test_a_mistake_of_a_stage_is_named(verdict, subject, cell, cause, check, words):
-    """The cause says what happened, and on which rank; what follows from it is not read first."""
+    """The cause says what happened on which rank, and comes before its consequences."""
     workload, topology = cell.split("/")
     findings, outcome = verdict(subject, workload, "pp", topology)
     first = diagnosis(findings.values())
@@ -119,8 +119,8 @@ def test_a_mistake_of_a_stage_is_named(verdict, subject, cell, cause, check, wor
 
 
 def test_ranks_that_share_sequences_are_no_stages(verdict, monkeypatch):
-    """Each of them holds the whole model: none is accused alone, and nothing is said to fit that was not predicted."""
-    # The gradient of any loss of a transformer's many outputs takes ten times as long as everything else.
+    """Each holds the whole model: none is accused by itself, and no prediction is said to fit without one."""
+    # The gradient of a loss over a transformer's many outputs takes ten times as long as everything else.
     monkeypatch.setattr(Counterfactuals, "nearest_loss_gradient", lambda *_: None)
     findings, outcome = verdict("keys-without-the-others-gradients", "transformer", "sp", "1x2", locator=DETECTION)
     first = diagnosis(findings.values())
@@ -147,7 +147,7 @@ def test_a_rank_that_holds_both_ends_of_the_model_is_right(verdict):
 
 
 def stage(rank, held, gradients, *, loss=None, buffers=(), drawn=()):
-    """Return a rank's trace of one step: weights of its own, two micro-batches, their losses on one stage alone."""
+    """Return a rank's trace of one step: its own weights, two micro-batches, and their losses on one stage only."""
     weights = {name: torch.full((2,), float(value)) for name, value in held.items()}
     passes = tuple(
         MicroBatch(((number,),), (number,) if loss else None, {name: torch.ones(1) for name in drawn})
@@ -201,7 +201,7 @@ def test_the_contract_keeps_the_micro_batches_and_one_device_does_not(cell_of):
 
 
 def test_samples_are_those_of_the_rank_that_left_a_pass_for_each_micro_batch():
-    """A rank with the first and the last block makes all forwards before its first loss, which closes one pass."""
+    """A rank with the first and last blocks runs all forwards before its first loss, which ends one pass."""
     both = MicroBatch(((0,), (1,)), (0,)), MicroBatch((), (1,))
     each = MicroBatch(((0,),)), MicroBatch(((1,),))
     ends, middle = (RankTrace(rank, 2, (Step(own, {}, {}, {}, ()),)) for rank, own in enumerate((both, each)))

@@ -1,4 +1,4 @@
-"""A truth may know gradients only by their scalar products with directions: the same check judges and explains them."""
+"""A truth may know gradients only by scalar products with directions: the same check judges and explains them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from plumbline.core.outcome import Outcome
 from plumbline.judge.truth import RIGHT, Combination, GradientCase, GradientEvidence, Truth
 
 OF_RANKS = ((1.0, -2.0, 0.5), (3.0, 1.0, 4.0), (-1.0, 2.5, 1.0))
-"""What each of three ranks adds to the scalar products of the mean with three directions, times three."""
+"""What each of three ranks adds to the mean's scalar products with three directions, times three."""
 
 MEAN = tuple(sum(products) / 3 for products in zip(*OF_RANKS, strict=True))
 MEAN_OF_TWO = [(one + other) / 2 for one, other in zip(OF_RANKS[0], OF_RANKS[1], strict=True)]
@@ -20,7 +20,7 @@ MEAN_OF_TWO = [(one + other) / 2 for one, other in zip(OF_RANKS[0], OF_RANKS[1],
 
 @dataclass(frozen=True, eq=False)
 class Projected(GradientCase):
-    """One rank's gradient at one step, whose scalar products with directions are ``received``."""
+    """One rank's gradient at one step, with scalar products ``received``."""
 
     rank: int
     received: Sequence[float]
@@ -46,7 +46,7 @@ class Projected(GradientCase):
 
 
 class Directions(Truth[Projected]):
-    """Knows what each rank adds to a few scalar products."""
+    """Knows each rank's contribution to a few scalar products."""
 
     def __init__(self, received: Sequence[Sequence[float]]) -> None:
         self._cases = [Projected(rank, products) for rank, products in enumerate(received)]

@@ -1,6 +1,6 @@
-"""Mistakes that no list of causes was written for: their cause is right, or it is ``unexplained``; never a guess.
+"""Mistakes without causes of their own: the cause is right or ``unexplained``, never a guess.
 
-And those that happen to some tensors, on some ranks or at some steps only: the cause says so.
+If a mistake affects only some tensors, ranks or steps, the cause says so.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ UNEXPLAINED = ("unexplained",)
 
 
 class Mistake:
-    """A trainer on ranks of its own, without processes. Each hook is right here; a mistake overrides one."""
+    """A trainer without processes. All hooks are right; a mistake overrides one."""
 
     workload = "mlp"
 
@@ -40,7 +40,7 @@ class Mistake:
         return oracle.gradient((((share,),),))
 
     def handed(self, rank, owns, step):
-        """Return what the optimizer of a rank is handed."""
+        """Return the gradients that a rank's optimizer gets."""
         return self.mean(owns)
 
     def final(self, rank, every):
@@ -125,7 +125,7 @@ class Noisy(Mistake):
 
 
 class SlightlyNoisy(Noisy):
-    """As large as the error of bfloat16."""
+    """Noise as large as bfloat16's error."""
 
     size = 0.003
 
@@ -146,7 +146,7 @@ class HalfInBfloat16(Mistake):
 
 
 class ElevenBits(torch.autograd.Function):
-    """A linear layer whose products read eleven bits of each number."""
+    """A linear layer whose products use eleven bits of each number."""
 
     @staticmethod
     def forward(ctx, rows, weight, bias):
@@ -253,7 +253,7 @@ class OneLayerOfOneRankTripled(Mistake):
 
 
 class OtherData(Mistake):
-    """The samples of ``ranks`` have one column changed."""
+    """The samples of ``ranks`` have one changed column."""
 
     ranks = (0, 1, 2)
 

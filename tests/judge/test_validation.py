@@ -1,4 +1,4 @@
-"""An evaluation that was due must have happened: then, on every held-out sample, in evaluation mode."""
+"""A due evaluation must have happened: at the right time, on all held-out samples, in evaluation mode."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def shares(world, count):
 
 
 def trace_of(world, evaluations, own_loss=False):
-    """Ranks that stepped as they should, each with its evaluations; weights are not looked at."""
+    """Return ranks that stepped correctly, with their evaluations; weights do not matter."""
     micro = MicroBatch(((0,),), None if own_loss else (0,))
     steps = tuple(Step((micro,) * size, {}, {}, {}, (0.1,)) for size in (4, 4, 4, 4))
     return Trace(tuple(RankTrace(rank, world, steps, evaluations=tuple(evaluations[rank])) for rank in range(world)))
@@ -68,7 +68,7 @@ def test_it_is_due_inside_of_windows_and_between(due_in):
 
 
 def test_by_iterations_batches_are_counted_from_the_start_of_the_training(due_in):
-    """Two epochs of five batches, in windows of three, are four steps: of twelve batches, then, and none is short."""
+    """Two epochs of five batches in windows of three are four steps: twelve batches by iterations, none short."""
     assert due_in("metrics", TrainingBehavior(data="iterations")) == [(1, 0), (2, 0), (3, 0), (4, 0)]
 
 
@@ -125,7 +125,7 @@ def test_without_the_jobs_loss_the_step_is_all_that_can_be_asked_for(asked):
 def test_what_is_wrong_is_named(asked, cause, family, wrong):
     finding = asked(wrong(right(2, count(2))))
     assert finding.outcome is Outcome.FAILED
-    # Twice in three steps of two windows an epoch is its end, however it is counted.
+    # With two windows per epoch, two of three steps end an epoch, however steps are counted.
     assert finding.cause in {cause, "evaluated-once-an-epoch"} if cause == "steps-counted" else finding.cause == cause
     assert finding.family == family
 
@@ -143,5 +143,5 @@ def test_where_none_is_due_there_is_no_question(cell_of):
 @pytest.mark.parametrize("name", ["reference", "torch"])
 def test_the_projects_own_trainers_say_that_they_evaluate_and_report(name):
     for subject in load(name):
-        pipelines = set(subject.backends) == {"pp"}  # torch's evaluate nothing
+        pipelines = set(subject.backends) == {"pp"}  # torch's trainers evaluate nothing
         assert pipelines or {"validation", "metrics"} <= subject.capabilities

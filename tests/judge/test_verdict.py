@@ -1,4 +1,4 @@
-"""How errors become outcomes: right within the limit, the contract where it differs, nothing else."""
+"""From errors to outcomes: right within the limit, the contract where it differs, nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Windows of accumulation that are not equally long: each step is held against both ways of one device."""
+"""Accumulation windows of unequal length: each step is compared with both ways of one device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from plumbline.workloads import WORKLOADS
 
 
 def trained(workload, cell, factor):
-    """Train on one device; the gradient of a window of one micro-batch is multiplied by ``factor``."""
+    """Train on one device; multiply the gradient of a window of one micro-batch by ``factor``."""
     oracle = Oracle(workload, cell.topology.devices, cell.arithmetic)
     optimizer = oracle.optimizer()
     schedule = oracle.schedule(optimizer)

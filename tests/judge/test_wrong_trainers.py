@@ -1,4 +1,4 @@
-"""Known-bad trainers, with real ranks: one of each family here, all of them in ``suites/detection`` every night."""
+"""Known-bad trainers, with real ranks: one of each family here; ``suites/detection`` has all of them at night."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ cell_of = sys.modules["expect"].cell_of
 
 
 def first_of_each_file():
-    """Return a trainer and its first cell, and the check that must fail there, for each file of the suite."""
+    """Return, for each file of the suite, a trainer with its first cell and the check that must fail there."""
     found = {}
     for trainer in TRAINERS:
         cell, check = next(iter(trainer.train.expectation.cells.items()))

@@ -1,4 +1,4 @@
-"""Launching a trainer that ends somehow, and seeing who is left."""
+"""Launches trainers that end in some way, and finds leftover processes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from plumbline.workloads import WORKLOADS
 ENDS = Path(__file__).parent / "subjects" / "ends.py"
 
 LONG = 600.0
-"""Seconds after which something hangs. Nothing here depends on how fast a machine is."""
+"""Seconds after which something hangs. Nothing here depends on the machine's speed."""
 
 SETTLE = 3.0
-"""Seconds, once some ranks hang, for the others to wait for them."""
+"""Seconds that the other ranks get to wait for ranks that hang."""
 
 
 @pytest.fixture(autouse=True)
@@ -37,10 +37,10 @@ def ends(warm_pool):
 
 @pytest.fixture
 def launched(warm_pool, cell_of, tmp_path):
-    """Launch a trainer, of ``ENDS`` unless a pool is given; return its trace, findings by check, and folder."""
+    """Launch a trainer, from ``ENDS`` unless a pool is given; return its trace, findings by check, and folder."""
 
     def launched(subject, topology="1x2", *, backend="ddp", pool=None, workload="mlp", hanging=0):
-        """The time limit is long; with ``hanging`` it is reached soon after so many processes have begun to hang."""
+        """The time limit is long; with ``hanging``, it is reached soon after this many processes hang."""
         backend = "none" if topology == "1x1" else backend
         cell = cell_of(workload, backend, topology, subject=subject)
         folder = tmp_path / subject
@@ -67,7 +67,7 @@ def until(holds):
 
 @pytest.fixture
 def is_gone():
-    """Return whether a process ends; one that has ended and was not waited for counts."""
+    """Return whether a process ends; a zombie counts as ended."""
 
     def is_gone(pid: int, seconds: float = LONG) -> bool:
         try:

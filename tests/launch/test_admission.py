@@ -1,4 +1,4 @@
-"""Nodes that cannot take part in a launch are refused before anything trains, by name, with what to do."""
+"""Nodes that cannot take part in a launch are refused before training starts, by name and with advice."""
 
 from __future__ import annotations
 

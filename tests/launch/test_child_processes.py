@@ -1,4 +1,4 @@
-"""Which process of a node is named where several ended badly."""
+"""Which of a node's processes is named if several ended badly."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_of_ranks_that_raised_the_first_is_named_and_of_none_that_the_launch_end
 
 
 def test_a_rank_that_ended_unseen_is_named_before_one_that_only_lost_its_connection_to_it():
-    """torchrun reaps the processes that it starts: how they ended is not known."""
+    """torchrun reaps the processes that it starts, so their exit status is unknown."""
     ends = [ended(0, 1.1, 1, raised=True), ended(1, 1.0, None)]
     assert first_to_fail(ends).rank == 0
     assert first_to_fail(ends, cut_off={0}).rank == 1

@@ -1,4 +1,4 @@
-"""However a rank ends, the cell has an answer that names it, and the next cell is trained as if nothing had been."""
+"""However a rank ends, the cell has a result that names it, and the next cell trains normally."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LONG = 600.0
 
 @pytest.fixture(autouse=True)
 def _the_pool_goes_on(launched):
-    """After each test the same pool trains a right cell."""
+    """After each test, train a right cell on the same pool."""
     yield
     _, findings, _ = launched("trains")
     assert {finding.outcome for finding in findings.values()} == {Outcome.PASSED}

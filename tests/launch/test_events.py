@@ -1,4 +1,4 @@
-"""What a fork server says is taken for what it is, or refused: anybody may have found the descriptor."""
+"""A fork server's messages are interpreted correctly or rejected: any process may have found the descriptor."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_an_event_without_one_of_its_fields_is_none(name):
 
 
 def test_an_event_about_the_end_of_a_child_has_all_that_is_kept_of_it():
-    """Else what a fork server leaves out ends the run, in place of being refused."""
+    """Otherwise, an event without some field ends the run instead of being rejected."""
     child = {"pid": 7, "as": 1, "trace": None, "steps": 2, "failed": False, "idle": False, "killed": False}
     child |= {"orphaned": False, "out_of_memory": True, "unwritten": None}
     gone = {"event": "gone", "launch": 1, "rank": 0, "at": 1.0, **child}

@@ -1,4 +1,4 @@
-"""Who connects to a launcher is greeted side by side with others; strangers are turned away, counted, and said."""
+"""A launcher greets several connections at a time; strangers are turned away, counted and reported."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def description(number=0, **changed):
 
 
 class Recorded:
-    """A connection of a node that keeps what it sends."""
+    """A node's connection that keeps what it sends."""
 
     def __init__(self, connection):
         self._connection = connection
@@ -153,7 +153,7 @@ def test_what_is_no_greeting_is_refused_with_a_sentence(said, why):
 
 
 def one_by_one(feed, data):
-    """Feed the bytes one at a time, as a slow network would; return all that came of it."""
+    """Feed the bytes one at a time, like a slow network; return all results."""
     return [got for byte in data for got in feed(bytes([byte])) or ()]
 
 
@@ -163,7 +163,7 @@ SENT = [b"first", b"", b"third"]
 
 @cache
 def stream(role=NODE):
-    """Return what an end sends, in messages."""
+    """Return the messages that an end sends."""
     mine, other = socket.socketpair()
     with mine, other:
         channel = AuthenticatedChannel(mine, HANDSHAKE, role)
@@ -300,7 +300,7 @@ def test_a_message_that_was_changed_on_the_way_ends_the_pool_with_a_sentence():
 
 
 class ChangingProxy:
-    """A network between a node and the launcher at ``port``; once told to, it changes a bit of what it forwards."""
+    """A network between a node and the launcher at ``port``; on request, it changes a bit of what it forwards."""
 
     def __init__(self, port):
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -350,7 +350,7 @@ def test_a_server_whose_commands_are_changed_on_the_way_obeys_none_of_them_and_s
 
 
 def listening(address):
-    """Return the ports at which this process listens, and at which of its addresses; ``address``: those there only."""
+    """Return the ports and addresses at which this process listens; with ``address``, only those there."""
     mine = {os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.exists() or file.is_symlink()}
     found = []
     for table in ("tcp", "tcp6"):

@@ -1,4 +1,4 @@
-"""A launcher from outside the package is one class and one line in the registry."""
+"""A launcher from outside the package needs one class and one line in the registry."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LAUNCHERS["elsewhere"] = Elsewhere
 
 
 class Elsewhere(Launcher):
-    """Launches on this machine, and notes for which subjects."""
+    """Launches on this machine, and notes the subjects."""
 
     own_options = frozenset({"node_command"})
 

@@ -1,4 +1,4 @@
-"""Each node of a cell sees its own CUDA devices and no others, also where it is the only one."""
+"""Each node of a cell sees only its own CUDA devices, even if it is the only node."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_node_sees_its_own_devices(monkeypatch, visible, topology, backend, se
     cell = Cell("any", "mlp", backend, Topology.parse(topology), "32", "cuda")
     told = {rank: own_devices(cell, rank, oversubscribe=False) for rank in range(cell.processes)}
     assert {rank: variables["CUDA_VISIBLE_DEVICES"] for rank, variables in told.items()} == seen
-    # Numbers are those of nvidia-smi, unless the user has given some.
+    # Device numbers are nvidia-smi's, unless the user has set others.
     assert all(("CUDA_DEVICE_ORDER" in variables) == (visible is None) for variables in told.values())
 
 

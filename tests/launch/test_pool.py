@@ -1,4 +1,4 @@
-"""A pool that is closed, or whose owner dies, leaves nobody behind; one that cannot start says why in a sentence."""
+"""A pool that is closed, or whose owner dies, leaves no process behind; one that cannot start says why."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_closing_a_pool_leaves_no_process(tmp_path, cell_of):
     finally:
         pool.close()
     assert descendants(os.getpid()) <= before
-    pool.close()  # twice is no harm
+    pool.close()  # closing twice is harmless
 
 
 def test_a_pool_that_is_closed_before_it_is_warm_leaves_no_process():
@@ -184,7 +184,7 @@ def test_anything_else_after_the_semicolon_is_refused(text):
 
 @pytest.fixture(autouse=True)
 def _modules():
-    """What ``load`` imported is forgotten."""
+    """Remove the modules that ``load`` imported."""
     modules, path = set(sys.modules), list(sys.path)
     yield
     sys.path[:] = path

@@ -1,4 +1,4 @@
-"""A launch is followed by its events alone: who has ended, how, and which signal comes next."""
+"""A launch is followed by its events only: which processes have ended, how, and which signal comes next."""
 
 from __future__ import annotations
 

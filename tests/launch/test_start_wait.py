@@ -1,4 +1,4 @@
-"""A start is waited for as long as it makes progress, and the user is shown what is waited for."""
+"""A start is waited for as long as it makes progress, and the user sees why."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def clock(monkeypatch):
 
 
 def ends_after(clock, wait, step=10.0):
-    """Return when a wait gives up, if nothing else happens."""
+    """Return when a wait gives up if nothing else happens."""
     while wait.goes_on("a node"):
         clock.now += step
     return clock.now

@@ -1,4 +1,4 @@
-"""Trainers that start their ranks by themselves are recorded, judged and cleaned up after like those of the harness."""
+"""Trainers that start their ranks themselves are recorded, judged and cleaned up like the harness's own ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LONG = 600.0
 
 @pytest.fixture
 def started(launched, warm_pool):
-    """Launch a trainer that starts its ranks by itself, as ``launched`` does."""
+    """Launch a trainer that starts its ranks itself, like ``launched``."""
 
     def started(subject, *arguments, **settings):
         return launched(subject, *arguments, pool=warm_pool(SUBJECTS / "starters.py"), **settings)
@@ -30,7 +30,7 @@ def started(launched, warm_pool):
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left(started, tmp_path):
-    """After each test there is nothing in its folder but what ranks leave, and the same pool trains a right cell."""
+    """After each test, its folder has only the ranks' files, and the same pool trains a right cell."""
     yield
     _, findings, _ = started("forks")
     assert {finding.outcome for finding in findings.values()} == {Outcome.PASSED}
@@ -86,7 +86,7 @@ def test_the_first_rank_to_raise_is_named_with_its_own_traceback(started, method
     [
         ("fork-is-killed", "rank 1: killed by signal 9"),
         ("spawn-is-killed", "rank 1: killed by signal 9"),
-        ("script-is-killed", "SIGKILL"),  # torchrun says so
+        ("script-is-killed", "SIGKILL"),  # torchrun reports it
         ("fork-exits", "rank 1: ended with exit code 0"),
     ],
 )

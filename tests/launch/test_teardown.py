@@ -1,4 +1,4 @@
-"""A training that was complete is judged on its evidence, however its teardown goes."""
+"""A complete training is judged on its evidence, however its teardown ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def pool(warm_pool):
 
 @pytest.mark.parametrize(("subject", "launches"), [("destroys", 5), ("releases-first", 2), ("children-destroy", 1)])
 def test_a_group_that_is_destroyed_hangs_nobody(launched, pool, subject, launches):
-    """ci/teardowns.py launches hundreds of times; without what is tested here most of these few hang too."""
+    """ci/teardowns.py launches hundreds of times; without what is tested here, most of these few hang too."""
     for _ in range(launches):
         trace, findings, _ = launched(subject, "1x4", pool=pool)
         assert {finding.outcome for finding in findings.values()} == {Outcome.PASSED}

@@ -1,4 +1,4 @@
-"""More ranks than this machine can hold are refused with the numbers, before any is forked."""
+"""More ranks than this machine can hold are refused, with the numbers, before any is forked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``--launcher torchrun``: nodes that a real torchrun started, here or by hand, train cells as one machine does."""
+"""``--launcher torchrun``: nodes that a real torchrun started, here or by hand, train cells like one machine."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_rank_that_dies_is_named_and_the_next_cell_finds_its_nodes_ready(pool,
 
 @pytest.fixture
 def by_hand(monkeypatch):
-    """Make pools that wait for nodes started by hand, all by one launcher; and start such nodes as they say."""
+    """Create pools that wait for nodes started by hand, all with one launcher; and start such nodes as they say."""
     place = ("127.0.0.1", free_port())
     said, pools, agents = [], [], []
     launcher = find_launcher("torchrun", LauncherOptions(2, rendezvous=f"{place[0]}:{place[1]}", notify=said.append))
@@ -90,7 +90,7 @@ def by_hand(monkeypatch):
             return pools[-1]
 
         def start(self, change=lambda command: command):
-            """Run on a node what the launcher said last; it may be changed."""
+            """Run the launcher's last command on a node; it may be changed first."""
             command = change(re.search(rf"^ +({TOKEN}=.*)$", said[-1], re.MULTILINE)[1])
             agents.append(
                 subprocess.Popen(
@@ -105,7 +105,7 @@ def by_hand(monkeypatch):
     yield made
     for pool in pools:
         pool.close()
-    # Those that were bidden farewell end by themselves, together; others would try again for a while.
+    # Nodes that received the end message exit together; others would retry for a while.
     for agent in agents:
         with suppress(subprocess.TimeoutExpired):
             agent.wait(timeout=10)

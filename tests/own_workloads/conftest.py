@@ -1,4 +1,4 @@
-"""Workloads of a user's own, in files; what a test registers is gone after it."""
+"""User-defined workloads in files; what a test registers is removed afterwards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ GOOD = (Path(__file__).parent / "mine.py").read_text()
 
 @pytest.fixture(autouse=True)
 def _registered(workloads_as_before):
-    """Forget what a test registers."""
+    """Remove what a test registers."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""By what is wrong with it, a workload is refused before anything is trained; the built-in ones are not."""
+"""A wrong workload is refused for its own mistake before training starts; the built-in ones are not."""
 
 from __future__ import annotations
 

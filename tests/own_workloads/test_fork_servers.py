@@ -1,4 +1,4 @@
-"""A fork server imports a workload before any rank trains; one that is not the same there is refused."""
+"""A fork server imports a workload before any rank trains; one that differs there is refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from plumbline.workloads import WORKLOADS
 
 @pytest.fixture
 def imported(warm_pool):
-    """Load a file here, and import its workload into torch's fork server; return what that answers."""
+    """Load a file here, and import its workload into torch's fork server; return the server's answer."""
 
     def imported(file):
         use_workloads([str(file)])

@@ -1,4 +1,4 @@
-"""What ``--workload`` names is found, or a sentence says what is there instead."""
+"""``--workload`` finds what it names, or a message lists what exists instead."""
 
 from __future__ import annotations
 

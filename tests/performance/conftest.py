@@ -1,4 +1,4 @@
-"""Groups of ranks that are timed, from a pool of trainers that is warm."""
+"""Groups of ranks to time, from a warm pool of trainers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TRAINERS = Path(__file__).parent / "subjects" / "timed.py"
 
 @pytest.fixture(scope="session")
 def notes(tmp_path_factory):
-    """The folder in which ``keeps-time`` leaves its notes."""
+    """The folder for the notes of ``keeps-time``."""
     folder = tmp_path_factory.mktemp("notes")
     os.environ["TIMED_NOTES"] = str(folder)
     yield folder
@@ -26,13 +26,13 @@ def notes(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def trainers(notes, warm_pool):
-    """The pool of trainers to be timed."""
+    """The pool of trainers to time."""
     return warm_pool(TRAINERS)
 
 
 @pytest.fixture
 def begun(trainers, tmp_path_factory):
-    """Begin a group: ``begun("plain", "1x2", "perf-mlp")``; whatever is still running at the end is ended."""
+    """Start a group: ``begun("plain", "1x2", "perf-mlp")``; all groups that still run are stopped at the end."""
     groups = []
 
     def begin(subject, topology="1x1", workload="perf-mlp", precision="32", *, time_limit=600.0, pool=trainers):
@@ -50,7 +50,7 @@ def begun(trainers, tmp_path_factory):
 
 @pytest.fixture
 def timed(begun):
-    """Time a whole launch: ``timed("plain", "1x2")`` returns what its ranks told."""
+    """Time a whole launch: ``timed("plain", "1x2")`` returns its ranks' reports."""
 
     def whole(*which, rounds=4, **settings):
         group = begun(*which, **settings)

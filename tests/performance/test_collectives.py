@@ -1,4 +1,4 @@
-"""What spans cover together is counted once."""
+"""Overlapping spans are counted once."""
 
 from __future__ import annotations
 

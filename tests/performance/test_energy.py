@@ -1,4 +1,4 @@
-"""Energy is what the driver's counters say of the devices that were used, in the rounds that were timed."""
+"""Energy is read from the driver's counters of the used devices, in the timed rounds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DEVICES = ("GPU-one", "GPU-other", "GPU-old")
 
 
 class Driver:
-    """Answers as NVML does: the counters of three GPUs, of which the last has none, 250 mJ more at each reading."""
+    """Answers like NVML: the counters of three GPUs, 250 mJ more at each reading; the last GPU has none."""
 
     def __init__(self, *, initialises=0):
         self.initialises = initialises
@@ -66,7 +66,7 @@ def rank(number, *devices, seconds=2.0):
 
 
 def used(*counters):
-    """Return the use of a launch with a round between each two of these readings."""
+    """Return the energy of a launch with a round between each two of these readings."""
     readings = iter(counters)
     use = EnergyUse(lambda: next(readings))
     for _ in range(len(counters) // 2):

@@ -1,4 +1,4 @@
-"""What is said of a figure holds as often as it is said to, and what could be anything is refused."""
+"""Intervals of figures contain the truth as often as promised, and meaningless figures are refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOISE = {
     "now and then slow": lambda draw: draw.gauss(0, 0.02) + (0.3 if draw.random() < 0.1 else 0.0),
     "skewed": lambda draw: draw.expovariate(20.0),
 }
-"""How much longer than the true time, as a logarithm, a launch takes."""
+"""By how much a launch is longer than the true time, as a logarithm."""
 
 
 @pytest.mark.parametrize("launches", [3, 5, 10])
@@ -33,7 +33,7 @@ def test_the_bounds_hold_what_is_typical_as_often_as_they_promise(noise, launche
     for _ in range(tries):
         found = figure_interval([math.exp(NOISE[noise](draw)) for _ in range(launches)])
         held += found.low <= typical <= found.high
-    # Promised are 0.95; counting 3000 tries errs by 0.004. A bootstrap of three launches keeps 0.75.
+    # The promise is 0.95; counting 3000 tries has an error of 0.004. A bootstrap of three launches reaches 0.75.
     assert held / tries > 0.92
 
 

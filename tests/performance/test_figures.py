@@ -1,4 +1,4 @@
-"""Figures follow from what the ranks' clocks and counters said, and from nothing else."""
+"""Figures depend only on the ranks' clocks and counters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from plumbline.evidence.timing import RankTiming, Round
 
 
 def round_of(begun, steps, samples, wait=0.0):
-    """Return a round whose steps take so many seconds each; each waits for its data for so long."""
+    """Return a round with these seconds per step, and these seconds of waiting for data in each."""
     ended, forwards, now = [], [], begun
     for step in steps:
         forwards.append(now + wait)
@@ -90,7 +90,7 @@ def test_waiting_for_data_is_a_share_of_the_step():
 
 
 def test_overhead_compares_neighbours():
-    # The machine grows ten times slower meanwhile, for both.
+    # The machine becomes ten times slower meanwhile, for both.
     mine = [round_of(0.0, [1.1], [0]), round_of(5.0, [11.0], [1])]
     by_hand = [round_of(2.0, [1.0], [0]), round_of(20.0, [10.0], [1])]
     found = figures(launch_of(rank_of(0, *mine), yardstick=LaunchTimings((rank_of(0, *by_hand),), 1.0)))

@@ -1,4 +1,4 @@
-"""A cell that is measured has the machine for itself, between processes too."""
+"""A measured cell has the machine for itself, across processes too."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ HANGS_AFTER = 600.0
 
 @pytest.fixture(autouse=True)
 def _own_locks(tmp_path, monkeypatch):
-    """Locks that nobody else on this machine holds."""
+    """Locks that nothing else on this machine holds."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 class Other:
-    """A process that takes a lease, and gives it back when it is told to."""
+    """A process that takes a lease, and releases it on request."""
 
     def __init__(self, take):
         self._process = subprocess.Popen(
             [sys.executable, "-c", HOLD, take, tempfile.gettempdir()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            bufsize=0,  # else a line that was read ahead would not be seen by select
+            bufsize=0,  # otherwise, select would not see a line that was read ahead
         )
 
     def says(self, seconds=HANGS_AFTER):
-        """Return its next line, "" if there is none for so long."""
+        """Return its next line, or "" after a timeout."""
         ready, _, _ = select.select([self._process.stdout], [], [], seconds)
         return self._process.stdout.readline().decode().strip() if ready else ""
 
@@ -67,7 +67,7 @@ notify("given back")
 
 @pytest.fixture
 def elsewhere():
-    """Start a process that takes a lease; it has begun to when this returns."""
+    """Start a process that takes a lease; it has started to do so when this returns."""
     others = []
 
     def start(take):
@@ -101,7 +101,7 @@ def test_who_measures_waits_until_all_others_are_gone(elsewhere):
     with shared_lease():
         other = elsewhere("exclusive_lease()")
         assert other.says(0.5) == ""
-        # It waits at the door: whoever came now would make it wait for longer.
+        # It is next in line: a process that came now would make it wait longer.
         assert try_shared_lease() is None
     assert other.says() == "mine"
 

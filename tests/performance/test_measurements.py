@@ -1,4 +1,4 @@
-"""What launches measured becomes records of the run: with bounds, refusals, and what follows from several cells."""
+"""Measurements of launches become records of the run: with bounds, refusals, and results over several cells."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def cell(devices=1, workload="perf-mlp", precision="32"):
 
 
 def launches(*seconds, devices=1, samples=10, memory=None):
-    """Return launches of one round of two steps, that took so many seconds each."""
+    """Return launches with one round of two steps that took these seconds each."""
     return [
         LaunchSample(
             LaunchTimings(

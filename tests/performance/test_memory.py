@@ -1,4 +1,4 @@
-"""Memory is what a rank has for itself at its peak, and tensors are counted as one would by hand."""
+"""Memory is a rank's own peak, and tensors are counted as by hand."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def peaks(told):
 
 @pytest.fixture(scope="module")
 def torch_in_memory():
-    """How much of this process, which has torch loaded, is resident: what a forked rank shares."""
+    """The resident memory of this process, which has loaded torch: forked ranks share it."""
     assert torch.ones(1).item() == 1
     return psutil.Process().memory_info().rss
 
@@ -32,7 +32,7 @@ def test_what_a_rank_used_for_a_moment_is_in_its_peak(timed):
 
 
 def faults_of(times, *, keeping):
-    """Return the page faults of a process that takes and frees a few megabytes so many times."""
+    """Return the page faults of a process that repeatedly takes and frees a few megabytes."""
     program = f"""
 import resource
 from plumbline.worker.timing.devices import keep_freed_memory
@@ -89,7 +89,7 @@ def test_activations_are_what_one_counts_by_hand(timed):
 
 def test_activations_grow_with_the_batch_and_weights_do_not(timed):
     (small,) = timed("plain", "1x1", "perf-resnet").ranks
-    # The strong variant has all of its batch on the one device.
+    # The strong variant has its whole batch on the single device.
     (same,) = timed("plain", "1x1", "perf-resnet-strong").ranks
     batches = [PERFORMANCE[name].global_batch_size(1) for name in ("perf-resnet", "perf-resnet-strong")]
     assert small.tensors["tensors_parameters"] == same.tensors["tensors_parameters"]

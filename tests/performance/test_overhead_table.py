@@ -1,4 +1,4 @@
-"""What trainers cost over a loop by hand stands side by side, with bounds."""
+"""Trainers' overheads over a hand-written loop are listed side by side, with bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cell's rounds and those of the loop by hand take turns, launch after launch, and a failure of either ends both."""
+"""A cell's rounds alternate with those of the hand-written loop, and a failure of either ends both."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from plumbline.core.outcome import Outcome
 
 
 class Noting:
-    """Stands for a group: notes what is asked of it, and when; fails at its round ``failing``."""
+    """Stands in for a group: records what it is asked, and when; fails in its round ``failing``."""
 
     def __init__(self, name, notes, failing=None):
         self.name, self.notes, self.failing = name, notes, failing

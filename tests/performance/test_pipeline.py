@@ -1,4 +1,4 @@
-"""The chunks of a pipeline are seen whichever trainer computes them, and its bubble follows from them."""
+"""The chunks of a pipeline are seen whichever trainer computes them, and its bubble is derived from them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOTHING = Round(0.0, (0.0,), (1.0,), ())
 
 
 class Problem:
-    """Takes the loss of a batch."""
+    """Computes the loss of a batch."""
 
     def loss(self, outputs, batch):
         return outputs.sum()
@@ -29,7 +29,7 @@ class Problem:
 
 @pytest.fixture
 def followed():
-    """Chunks that are followed while a test runs, by a clock that counts its readings."""
+    """Chunks that are followed during a test, by a clock that counts its readings."""
     moments = iter(range(1000))
     chunks = PipelineChunks(lambda: next(moments), Problem)
     originals = nn.Module.__call__, Problem.loss, torch.autograd.backward, torch.autograd.grad
@@ -40,7 +40,7 @@ def followed():
 
 
 def whole(chunks):
-    """Return the chunks of the one step as kind, stage and micro-batch."""
+    """Return the chunks of the single step as kind, stage and micro-batch."""
     chunks.end_step()
     (step,) = chunks.steps(lambda marks: tuple(map(float, marks)))
     assert [chunk.begun for chunk in step] == sorted(chunk.begun for chunk in step)
@@ -148,6 +148,6 @@ def test_real_pipelines_are_measured_and_followed(warm_pool, tmp_path, subject, 
         seen = {(one.stage, one.micro_batch) for one in drawn if one.kind == kind}
         assert seen == {(stage, number) for stage in stages for number in range(cell.parallelism.micro_batches)}
     assert {one.kind for one in drawn} == set(kinds)
-    for rank in (0, 1):  # a rank computes one thing at a time
+    for rank in (0, 1):  # a rank computes one chunk at a time
         own = sorted((one.begin, one.end) for one in drawn if one.rank == rank)
         assert all(before[1] <= after[0] for before, after in pairwise(own))

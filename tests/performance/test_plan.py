@@ -1,4 +1,4 @@
-"""Which cells are measured: small enough to be waited for, and enough to see what several devices bring."""
+"""Which cells are measured: few enough to wait for, and enough to see the effect of several devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each launch of a cell is forked from an interpreter of its own, for all the cells of a run."""
+"""Each launch of a cell is forked from its own interpreter, for all cells of a run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_they_are_at_rest_when_something_is_to_be_measured(pools):
     (several,) = pools.several(TRAINERS, count=3)
     used = [sum(psutil.Process(pool.server).cpu_times()[:2]) for pool in several]
     for pool in several:
-        pool.wait_until_idle()  # it answers when it has done whatever it was at
+        pool.wait_until_idle()  # it answers when its earlier work is done
     more = [sum(psutil.Process(pool.server).cpu_times()[:2]) for pool in several]
     assert max((after - before) / before for before, after in zip(used, more, strict=True)) < 0.03, "of its start"
 
@@ -63,7 +63,7 @@ def test_what_cannot_be_imported_is_said(pools):
 
 
 class Interpreter:
-    """Stands for a pool that takes as much memory as one is reckoned to."""
+    """Stands in for a pool that takes the estimated memory."""
 
     def __init__(self, machine, locator):
         self.alive, self.locator, self.machine = True, locator, machine
@@ -79,7 +79,7 @@ class Interpreter:
 
 @pytest.fixture
 def small():
-    """A machine with room for six interpreters, and what lives there."""
+    """A machine with memory for six interpreters, and its interpreters."""
     machine = []
     return WarmPools(partial(Interpreter, machine), lambda: (6 - len(machine)) * SERVER + SPARE), machine
 

@@ -1,4 +1,4 @@
-"""A profiled launch leaves traces that can be opened, apart from the figures, and never fails a cell."""
+"""A profiled launch leaves traces that can be opened, does not affect figures, and never fails a cell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A boundary is passed by all ranks together or by none."""
+"""Either all ranks pass a boundary together, or none."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def gates(tmp_path_factory):
 
 @contextmanager
 def ranks(gates, do, count=3):
-    """Run ``do(gate, rank)`` for each rank in a thread of its own."""
+    """Run ``do(gate, rank)`` for each rank in its own thread."""
     threads = [threading.Thread(target=do, args=(RoundBarrier(gates.path, rank), rank)) for rank in range(count)]
     for thread in threads:
         thread.start()
@@ -60,7 +60,7 @@ def test_a_rank_that_leaves_is_missed_by_its_number(gates):
         if rank == 1:
             gate._socket.close()
             return
-        with pytest.raises(ConnectionError):  # by what it reads, or already by what it writes
+        with pytest.raises(ConnectionError):  # at its read, or already at its write
             gate.wait()
 
     with ranks(gates, train):

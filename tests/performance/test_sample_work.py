@@ -1,4 +1,4 @@
-"""Work of a sample is counted from the workload, and utilisation has a peak with a source or there is none."""
+"""A sample's work is counted from the workload; utilisation needs a peak with a source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks are timed rightly, wait for each other, and however they end there is an answer and nothing is left."""
+"""Ranks are timed correctly and wait for each other; however they end, there is a result and nothing is left."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_the_stopwatch_agrees_with_a_trainers_own_clock(timed, notes, topology):
         rounds = [rank.warmup, *rank.rounds]
         ended = [moment for one in rounds for moment in one.ended]
         forwards = [moment for one in rounds for moment in one.forwards]
-        # Both clocks are the machine's: the order of the stamps needs no tolerance.
+        # Both use the machine's clock: the order of the stamps needs no tolerance.
         for (begun, before, after), forward, end in zip(noted, forwards, ended, strict=False):
             assert begun <= forward <= before <= end <= after
         for one in rank.rounds:

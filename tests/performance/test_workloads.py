@@ -1,4 +1,4 @@
-"""Workloads that are measured have a known number of steps, take little memory, and say when they are not the same."""
+"""Measured workloads have a known number of steps, take little memory, and detect differences between versions."""
 
 from __future__ import annotations
 

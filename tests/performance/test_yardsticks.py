@@ -1,4 +1,4 @@
-"""The loops that overhead is measured over compute what their strategy promises: they are examined like any trainer."""
+"""The hand-written loops for overhead compute what their strategy promises: they are judged like any trainer."""
 
 from __future__ import annotations
 

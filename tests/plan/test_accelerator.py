@@ -1,4 +1,4 @@
-"""What ``--accelerator`` chooses, and what is said where this torch or this machine does not have it."""
+"""What ``--accelerator`` selects, and the message if this torch or this machine does not have it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A mesh of the user's own chooses a backend by its dimensions, and is planned as it was written."""
+"""A user's mesh selects a backend by its dimensions, and is planned as written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How ``--workload`` and ``--workloads`` combine, and what the command that repeats a cell says of it."""
+"""How ``--workload`` and ``--workloads`` combine, and how the command that repeats a cell includes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what was asked for to the cells: the budget is kept, every cell has a name, nothing is dropped in silence."""
+"""From a request to cells: the budget is kept, every cell has a name, nothing is dropped silently."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EVERYTHING = Declaration("able", "able.py", tuple(BACKENDS), {EVERY_OTHER: PRECI
 WIDE = [
     name for name, one in BACKENDS.items() if not (one.sampled or one.divides_experts) and one.smallest.devices <= 4
 ]
-"""The backends of which all cells are planned, on four devices, though nobody named them."""
+"""The backends whose cells are all planned, on four devices, even without being named."""
 
 
 def declared(name="mine", backends=("none", "ddp"), precisions=("32",), capabilities=()):

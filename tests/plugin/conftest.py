@@ -1,4 +1,4 @@
-"""A project of its own with the suites in it, and trainers for it."""
+"""A separate project with the suites, and trainers for it."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def train(job):
 
 
 class Project:
-    """A directory with ``suites/``, where pytest is run as a user runs it."""
+    """A directory with ``suites/``, in which pytest runs as users run it."""
 
     hangs_after = 1800
-    """Seconds after which a pytest in a process of its own hangs, however busy the machine is."""
+    """Seconds after which a pytest in its own process hangs, however busy the machine is."""
 
     def __init__(self, pytester):
         self.pytester = pytester
@@ -64,7 +64,7 @@ class Project:
         return file
 
     def pytest(self, *arguments, suites=("suites/",), fresh=False):
-        """Run pytest here; ``fresh``: in a process of its own, which costs the imports."""
+        """Run pytest here; ``fresh``: in its own process, which costs the imports."""
         if fresh:
             return self.pytester.runpytest_subprocess(*suites, *arguments, timeout=self.hangs_after)
         return self.pytester.runpytest_inprocess(*suites, *arguments)
@@ -111,20 +111,20 @@ class Records:
 
 @pytest.fixture(autouse=True)
 def _one_thread(one_thread):
-    """A session computes in one thread: the setting goes with it."""
+    """A session computes in one thread; restore the setting afterwards."""
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _whole_torch():
-    """A pytest inside this one forgets what it imported, and parts of torch cannot be imported twice."""
+    """A pytest inside this one removes its imports, but parts of torch cannot be imported twice."""
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1).step()
 
 
 class KeptPool(Pool):
-    """A pool that the next session of pytest in this process has too."""
+    """A pool that the next pytest session in this process uses too."""
 
     def close(self):
-        """Leave the server to the next session."""
+        """Leave the server running for the next session."""
 
     def end(self):
         super().close()
@@ -140,7 +140,7 @@ def _pools():
 
 @pytest.fixture
 def kept_pools(_pools, monkeypatch):
-    """Let sessions in this process that train the same subject share a fork server, which takes seconds to start."""
+    """Let sessions in this process with the same subject share a fork server, which takes seconds to start."""
 
     def pool(locator, python, notify):
         file = Path(locator)

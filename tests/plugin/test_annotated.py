@@ -1,4 +1,4 @@
-"""CI is shown a finding at the trainer's line, and in JUnit's XML with its cause and its command."""
+"""CI gets a finding at the trainer's line, and JUnit XML with its cause and its command."""
 
 from __future__ import annotations
 

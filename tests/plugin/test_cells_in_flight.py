@@ -1,4 +1,4 @@
-"""Cells are trained and judged before their tests begin, and a run's records are the same as without that."""
+"""Cells are trained and judged before their tests start, without changing the run's records."""
 
 from __future__ import annotations
 

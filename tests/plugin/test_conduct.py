@@ -1,4 +1,4 @@
-"""What a subject declares about its way of training is stored with its cells, and judged by it again."""
+"""A subject's declarations are stored with its cells, and used to judge them again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known to fail ends as known; what should have failed and did not is as loud as a failure."""
+"""Known failures end as expected; an expected failure that does not occur is as loud as a failure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ reason = "its loss is the sum over ranks"
 
 @pytest.fixture
 def doubled(project):
-    """A project with a trainer that is wrong on two devices, and a function that says where that is known."""
+    """A project with a trainer that is wrong on two devices, and a function that declares where this is known."""
     project.trainer("doubled.py", factor="job.world_size")
 
     def expect(backend, folder="suites/expectations"):

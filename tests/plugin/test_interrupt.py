@@ -1,4 +1,4 @@
-"""Ctrl-C ends a run with the command that goes on with it."""
+"""Ctrl-C ends a run with the command that resumes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A workload of the user's own, from a file, is trained, judged, resumed and judged again like a built-in one."""
+"""A user's workload from a file is trained, judged, resumed and judged again like a built-in one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CELL = ("--gpus", "2", "--precisions", "32", "--backends", "ddp", "--cell")
 
 @pytest.fixture
 def asked(project, monkeypatch):
-    """The options for one cell of the workload in ``mine.py``, with a trainer that is wrong."""
+    """The options for one cell of the workload in ``mine.py``, with a wrong trainer."""
     (project.root / "mine.py").write_text(WORKLOAD)
     monkeypatch.chdir(project.root)
     trainer = project.trainer("doubled.py", factor="2")

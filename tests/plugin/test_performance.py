@@ -1,4 +1,4 @@
-"""``pytest suites/performance`` measures cells through pytest-benchmark: figures are left on disk, and no verdicts."""
+"""``pytest suites/performance`` measures cells with pytest-benchmark: it leaves figures on disk, and no verdicts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def figures_of(run):
 
 @pytest.fixture
 def measured(project):
-    """Run the suite in a process of its own; returns pytest's result and the records of the run."""
+    """Run the suite in its own process; return pytest's result and the run's records."""
 
     def measured(*arguments, suites=SUITE, report_dir="reports"):
         result = project.pytest(*SMALL, *arguments, suites=suites, fresh=True)

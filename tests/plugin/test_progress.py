@@ -1,4 +1,4 @@
-"""On a terminal, a line below pytest's output says how far the run is, and in a log a line now and then."""
+"""On a terminal, a line below pytest's output shows the progress; in a log, a line from time to time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from plumbline.pytest_plugin.progress import LOG_EVERY_S, ProgressLine, Progress
 
 ROWS, COLUMNS = 12, 100
 
-# What says otherwise than the terminal itself: how wide it is, and whether it has colours.
+# Variables that override the terminal's width and colours.
 OF_TERMINALS = ("CI", "COLUMNS", "LINES", "NO_COLOR", "PY_COLORS", "FORCE_COLOR")
 
 SUITE = """
@@ -45,7 +45,7 @@ def pytest_xdist_node_collection_finished(node):
 
 
 class Screen:
-    """As much of a VT100 as pytest and the line need. ``seen`` are the bottom lines that ever stood there."""
+    """The parts of a VT100 that pytest and the line need. ``seen`` has all bottom lines that were ever shown."""
 
     SEQUENCE = re.compile(r"\x1b(?:\[([\d;]*)([A-Za-z])|([78DM]))")
 
@@ -58,11 +58,11 @@ class Screen:
 
     @property
     def text(self) -> str:
-        """What was ever written and not wiped, scrolled off or not."""
+        """All that was ever written and not erased, scrolled off or not."""
         return "\n".join([*self.gone, *("".join(row).rstrip() for row in self.rows)])
 
     def feed(self, data: str) -> None:
-        """Take what a program writes."""
+        """Process a program's output."""
         place = 0
         while place < len(data):
             sequence = self.SEQUENCE.match(data, place)
@@ -112,7 +112,7 @@ class Screen:
 
 
 def on_a_terminal(folder, *arguments):
-    """Run pytest in ``folder`` on a terminal of its own; return its screen and its exit code."""
+    """Run pytest in ``folder`` on its own terminal; return its screen and its exit code."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
     environment = {name: value for name, value in os.environ.items() if name not in OF_TERMINALS}
@@ -129,7 +129,7 @@ def on_a_terminal(folder, *arguments):
     while True:
         try:
             chunk = os.read(ours, 1 << 16)
-        except OSError:  # the last one to hold the terminal is gone
+        except OSError:  # the last process that held the terminal has ended
             break
         text = rest + decoder.decode(chunk)
         whole = text.rfind("\x1b", -8) if "\x1b" in text[-8:] else len(text)
@@ -142,14 +142,14 @@ def on_a_terminal(folder, *arguments):
 
 @pytest.fixture
 def suite(tmp_path):
-    """A folder with forty tests that are cells, of which one fails."""
+    """A folder with forty tests that are cells, one of which fails."""
     (tmp_path / "test_suite.py").write_text(SUITE)
     (tmp_path / "conftest.py").write_text(CONFTEST)
     return tmp_path
 
 
 def without_times(text):
-    """Return the lines that pytest writes on every run alike."""
+    """Return the lines that pytest writes in every run."""
     return [re.sub(r"in \d.*s", "in …", line).strip("= ") for line in text.splitlines() if line.strip()]
 
 
@@ -198,14 +198,14 @@ def test_a_run_of_the_suite_has_the_line(project):
 
 
 class Report:
-    """A test report, as much of it as counts."""
+    """The used parts of a test report."""
 
     def __init__(self, cell, when="call", failed=False):
         self.nodeid, self.when, self.failed = f"suite.py::test_cell[{cell}]", when, failed
 
 
 def ended(line, cell, *, failed=False):
-    """Let a cell's test end."""
+    """End a cell's test."""
     for report in (Report(cell, "setup"), Report(cell, "call", failed), Report(cell, "teardown")):
         making_way = line.pytest_runtest_logreport(report)
         next(making_way)

@@ -1,4 +1,4 @@
-"""``--resume`` goes on with a run whose process was killed, and says of each cell what was known already."""
+"""``--resume`` continues a run whose process was killed, and shows which cells were known before."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RunWriter.write = killing
 
 
 def killed_after(project, cells, *arguments):
-    """Run pytest until so many cells are written; then its process kills itself, as nothing could prevent."""
+    """Run pytest until ``cells`` cells are written; then its process sends itself SIGKILL."""
     (project.root / "killer.py").write_text(KILLED_AFTER.format(cells=cells))
     command = [sys.executable, "-m", "pytest", "-p", "killer", "suites/", *arguments]
     limit = project.hangs_after

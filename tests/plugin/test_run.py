@@ -1,4 +1,4 @@
-"""``pytest suites/`` trains cells, shows how each ended, and leaves a run on disk."""
+"""``pytest suites/`` trains cells, shows their outcomes, and leaves a run on disk."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_right_trainer_is_green_and_leaves_its_tables(project):
 
 
 DOUBLED = {"none": "passed", "dp": "unsupported", "ddp": "failed"}
-"""How a trainer ends that is wrong on two devices only: on one there is nothing to average."""
+"""The outcomes of a trainer that is wrong on two devices only: on one, there is nothing to average."""
 
 
 def ends_by_backend(run):

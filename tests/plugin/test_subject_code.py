@@ -1,4 +1,4 @@
-"""A run records which version of the user's own trainer it trained."""
+"""A run records which version of the user's trainer it trained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A subject that hangs again and again is given up; one whose teardown hangs is judged, with a note."""
+"""A subject that hangs repeatedly is given up; one whose teardown hangs is judged, with a note."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_teardown_that_hangs_is_a_note_beside_the_verdict(project, capsys):
     (project.root / "endless.py").write_text(ENDLESS)
     asked = ("--gpus", "2", "--workloads", "mlp", "--backends", "ddp", "--precisions", "32", "-k", "1x2")
     assert project.pytest(*asked, "--subject", project.trainer("ends.py")).ret == 0
-    # The same training with an end: so long at most it takes here, also if the machine is busier in a moment.
+    # The same training without hanging: it takes at most this long here, even on a busier machine.
     limit = str(8 + 5 * project.run.results[0]["seconds"])
     result = project.pytest(*asked, "--time-limit", limit, "--keep-traces", "--subject", "endless.py")
     assert result.ret == 0

@@ -1,4 +1,4 @@
-"""What a subject does not declare is no test: it is recorded, counted in one line, and shown on request."""
+"""What a subject does not declare is not a test: it is recorded, counted in one line, and shown on request."""
 
 from __future__ import annotations
 

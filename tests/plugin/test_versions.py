@@ -1,4 +1,4 @@
-"""A run knows on which versions each subject ran, and what is known of one version excuses no other."""
+"""A run records each subject's versions, and an expectation for one version excuses no other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ reason = "its loss is the sum over ranks"
 
 @pytest.fixture
 def summed(project):
-    """A project with a trainer on top of torch that is wrong in the versions that a file names."""
+    """A project with a trainer on top of torch that is wrong in the versions named in a file."""
     project.trainer("summed.py", factor="job.world_size")
 
     def examine(versions, library='"torch"'):

@@ -1,4 +1,4 @@
-"""What a power curve promises: errors have the size that is asked for, and the limit lies between caught and not."""
+"""Power curves: errors have the requested size, and the limit separates caught from missed errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MLP = WORKLOADS["mlp"]
 
 
 def recorded(precision, steps=2):
-    """A right training on one device, written down: samples in order, a report after its end."""
+    """A recorded right training on one device: samples in order, and a report after its end."""
     cell = Cell("simulated", "mlp", "none", Topology(1, 1), precision, "cpu")
     trainer = Oracle(MLP, 1, cell.arithmetic)
     optimizer, made = trainer.optimizer(), []
@@ -137,7 +137,7 @@ def test_a_number_of_runs_that_measures_nothing_is_refused(capsys):
 
 @pytest.mark.parametrize(("runs", "words"), [(100, "99 of 100"), (20, "20 of 20"), (1, "1 of 1"), (300, "297 of 300")])
 def test_the_number_of_runs_in_which_an_error_is_caught_is_the_one_that_was_counted(runs, words):
-    """A share of 99 % of 20 runs is all of them, and the table says so."""
+    """99 % of 20 runs is all of them, and the table says so."""
     cell = Cell("simulated", "mlp", "none", Topology(1, 1), "32", "cpu")
     text = "\n".join(power_lines([Power(cell, "gradient, one tensor", runs, 1e-6, 1e-7)]))
     assert words in text

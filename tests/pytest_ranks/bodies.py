@@ -1,4 +1,4 @@
-"""Marked tests whose outcome is looked at by ``test_marker.py``: half of them fail on purpose."""
+"""Marked tests whose outcomes ``test_marker.py`` checks: half of them fail on purpose."""
 
 import logging
 import os
@@ -18,7 +18,7 @@ MODULE = torch.nn.Linear(2, 2)
 
 
 class TwoArgumentsError(Exception):
-    """Cannot be pickled: it is made of two arguments, and keeps one."""
+    """Cannot be pickled: it takes two arguments, and keeps one."""
 
     def __init__(self, first, second):
         super().__init__(first)
@@ -26,7 +26,7 @@ class TwoArgumentsError(Exception):
 
 @pytest.fixture
 def offset(rank):
-    """Set up on each rank, with the group there."""
+    """Set up on each rank, with a process group."""
     yield dist.get_rank() * 10
     dist.barrier()
     print(f"teardown of rank {rank}")
@@ -34,7 +34,7 @@ def offset(rank):
 
 @pytest.fixture(scope="session")
 def once(tmp_path_factory):
-    """Set up once, in the process of pytest."""
+    """Set up once, in pytest's process."""
     file = tmp_path_factory.getbasetemp() / "set-up"
     file.write_text(file.read_text() + "x" if file.exists() else "x")
     return file
@@ -285,7 +285,7 @@ def test_leaves_processes(rank):
 
 
 def test_multiplies_in_threads():
-    """Whatever runs beside: torch's threads are not there after a fork."""
+    """Torch's threads do not exist after a fork."""
     torch.set_num_threads(2)
     weights = torch.randn(600, 600, requires_grad=True)
     (weights @ weights).sum().backward()

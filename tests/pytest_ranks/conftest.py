@@ -1,4 +1,4 @@
-"""Runs of a user's own test-suite, in a process and a folder of their own, with the plugin as it is installed."""
+"""Runs of a user's test suite, in its own process and folder, with the installed plugin."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-collect_ignore = ["foreign"]  # test_foreign_suite.py runs it, as its owner would
-# An installation from before there was the entry point has to name the plugin.
+collect_ignore = ["foreign"]  # test_foreign_suite.py runs it like its owner
+# An installation from before the entry point existed has to name the plugin.
 INSTALLED = any(point.name == "plumbline-ranks" for point in entry_points(group="pytest11"))
 PLUGIN = () if INSTALLED else ("-p", "plumbline.pytest_ranks.plugin")
 
 
 @dataclass(frozen=True)
 class Result:
-    """One test of a run: ``passed``, ``failure``, ``error`` or ``skipped``, with what was said of it."""
+    """One test of a run: ``passed``, ``failure``, ``error`` or ``skipped``, with its message."""
 
     outcome: str
     message: str
@@ -30,7 +30,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Run:
-    """A run of pytest: its exit code, what it printed, and its tests by name."""
+    """A pytest run: its exit code, its output, and its tests by name."""
 
     code: int
     stdout: str
@@ -91,7 +91,7 @@ def users(tmp_path):
 
 @pytest.fixture(scope="session")
 def bodies(tmp_path_factory) -> Run:
-    """The run of ``bodies.py``, once for all that look at it."""
+    """The run of ``bodies.py``, shared by all tests that check it."""
     folder = tmp_path_factory.mktemp("user")
     (folder / "test_bodies.py").write_text((HERE / "bodies.py").read_text())
     return run_pytest(folder, "-rA", "test_bodies.py")

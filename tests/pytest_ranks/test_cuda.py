@@ -1,4 +1,4 @@
-"""Marked tests on CUDA devices: nccl where there is a device for each rank, a sentence where CUDA has been started."""
+"""Marked tests on CUDA devices: nccl if there is a device per rank, and a message if CUDA was initialised before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A suite in which Plumbline is only installed: collectives, DDP, DTensor and FSDP2, as other projects test them."""
+"""A suite in an environment with Plumbline: collectives, DDP, DTensor and FSDP2, as other projects test them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``@pytest.mark.ranks`` promises: the body on each rank, an outcome as of any test, and what failed where."""
+"""``@pytest.mark.ranks``: the body runs on each rank, has an ordinary outcome, and shows what failed on which rank."""
 
 from __future__ import annotations
 

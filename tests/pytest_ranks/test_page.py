@@ -1,4 +1,4 @@
-"""The page about a user's own tests: its examples run, and a failure looks as it says."""
+"""The page about users' own tests: its examples run, and a failure looks as shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole session with marked tests: xdist, -x, -s, the debugger, Ctrl-C; and sessions without any."""
+"""Sessions with marked tests: xdist, -x, -s, the debugger, Ctrl-C; and sessions without any."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_leaving_the_debugger_ends_the_session_with_its_report(tmp_path, command
 
 
 def talk(folder: Path, arguments: list[str], answers: list[str]) -> str:
-    """Run a program in a terminal, and give an answer at each prompt of the debugger; return what it printed."""
+    """Run a program in a terminal, and answer each debugger prompt; return its output."""
     controller, terminal = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-c", _IN_TERMINAL, *arguments], cwd=folder, stdin=terminal, stdout=terminal, stderr=terminal
@@ -111,7 +111,7 @@ def talk(folder: Path, arguments: list[str], answers: list[str]) -> str:
         while select.select([controller], [], [], 120)[0]:
             try:
                 chunk = os.read(controller, 1 << 16)
-            except OSError:  # everybody has closed the terminal
+            except OSError:  # all processes have closed the terminal
                 break
             shown += chunk
             if shown.count(b"(Pdb) ") > prompts and prompts < len(answers):

@@ -1,4 +1,4 @@
-"""A limit of pytest-timeout is the ranks' own: what is shown are their stacks, and not that of pytest's process."""
+"""pytest-timeout's limit applies to ranks: it shows their stacks, not that of pytest's process."""
 
 from __future__ import annotations
 

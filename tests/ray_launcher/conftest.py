@@ -1,4 +1,4 @@
-"""A Ray cluster of two raylets on this machine, for the tests of this folder."""
+"""A Ray cluster of two raylets on this machine, for the tests in this folder."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ CLUSTER = Path(__file__).parents[2] / "ci" / "ray_cluster.py"
 
 @pytest.fixture(scope="module")
 def waiting_folder(tmp_path_factory):
-    """The folder in which waiting ranks leave files; Ray's nodes know it from when they were started."""
+    """The folder in which waiting ranks leave files; Ray's nodes have known it since they started."""
     return tmp_path_factory.mktemp("waiting")
 
 
 @pytest.fixture(scope="module")
 def cluster(program, waiting_folder):
-    """Two nodes with four CPUs each, and this process' environment leads to them."""
+    """Two nodes with four CPUs each; this process's environment refers to them."""
     if importlib.util.find_spec("ray") is None:
         pytest.skip("Ray is not installed: pip install ray")
     module = program(CLUSTER)

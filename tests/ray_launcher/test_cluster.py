@@ -1,4 +1,4 @@
-"""``--launcher ray`` on real raylets: verdicts are those of one machine, and a node that is lost is named."""
+"""``--launcher ray`` on real raylets: verdicts equal those on one machine, and a lost node is named."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def ray_pool():
 
 
 def run_of(folder, *words, **variables):
-    """Run cells in a process of its own; return it when it has ended."""
+    """Run cells in their own process; return it when it has ended."""
     pytest_ = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", ROOT / "suites" / "conformance"]
     command = [*pytest_, "--report-dir", folder, *words]
     return subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | variables)

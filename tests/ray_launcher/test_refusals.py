@@ -1,4 +1,4 @@
-"""What ``--launcher ray`` refuses before anything starts; and what runs a node's server, which needs no Ray to try."""
+"""What ``--launcher ray`` refuses before anything starts, and the actor of a node's server, tested without Ray."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An optimizer is told of when it is made, and when it is given further parameters."""
+"""Observers learn when an optimizer is created, and when it gets more parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several listeners follow one training: what they are told of steps, backward passes and scalers."""
+"""Several listeners follow one training: what they learn about steps, backward passes and scalers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from plumbline.recording.pause import paused
 
 
 class Told:
-    """A listener that keeps what it is told, and of which class of optimizer."""
+    """A listener that records its calls, with the optimizer's class."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -34,7 +34,7 @@ class Told:
 
 @pytest.fixture
 def listeners() -> Iterator[list[Told]]:
-    """Two listeners, each with a follower of its own."""
+    """Two listeners, each with its own follower."""
     told, handles = [Told(), Told()], []
     for one in told:
         steps = OptimizerSteps(one)
@@ -46,7 +46,7 @@ def listeners() -> Iterator[list[Told]]:
 
 
 class Wrapping(torch.optim.SGD):
-    """Steps by another optimizer, which raises where it is told to."""
+    """Steps another optimizer, which raises on request."""
 
     raises = False
 
@@ -94,7 +94,7 @@ def test_nothing_is_told_of_a_paused_step(listeners):
 
 @pytest.fixture
 def patches() -> Iterator[None]:
-    """Undo, after a test, what it replaces."""
+    """Undo what a test patches."""
     opened = Patches()
     opened.open()
     yield
@@ -110,7 +110,7 @@ def test_a_method_of_a_c_class_is_put_back_whatever_is_closed_first(first):
         wrap(group, "recv", lambda run, *args: run(*args))
     opened[first].close()
     opened[1 - first].close()
-    assert vars(group)["recv"] is before  # what getattr returns does not bind to a group
+    assert vars(group)["recv"] is before  # the result of getattr does not bind to a group
 
 
 @pytest.mark.usefixtures("patches")

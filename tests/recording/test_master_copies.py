@@ -1,4 +1,4 @@
-"""Which parameter each copy is of that an optimizer holds, where values alone do not say so."""
+"""Which parameter each of an optimizer's copies belongs to, if values alone do not show it."""
 
 from __future__ import annotations
 

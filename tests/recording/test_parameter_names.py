@@ -1,4 +1,4 @@
-"""What parameters are called: by their modules, by their places, or in the order of a model's own."""
+"""Names of parameters: by modules, by attributes, or by the order of the model's own parameters."""
 
 from __future__ import annotations
 

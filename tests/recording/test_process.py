@@ -1,4 +1,4 @@
-"""Whoever follows a process is told of its end, and of processes that are forked from it or spawned by it."""
+"""Listeners of a process learn of its end, and of processes forked or spawned from it."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ if __name__ == "__main__":
     ("how", "child"),
     [
         ("fork", ["forked elsewhere", "begins elsewhere", "runs", "ends elsewhere"]),
-        ("spawn", ["runs", "ends there"]),  # another interpreter, which is its own first process
+        ("spawn", ["runs", "ends there"]),  # another interpreter is its own first process
         ("os", ["forked elsewhere", "over elsewhere", "ends elsewhere"]),
     ],
 )
 def test_the_end_of_each_process_is_told(tmp_path, how, child):
     (tmp_path / "script.py").write_text(SCRIPT)
-    (tmp_path / "torch").mkdir()  # nobody trains here, and importing it takes seconds
+    (tmp_path / "torch").mkdir()  # there is no training here, and importing it takes seconds
     for name in ("__init__", "distributed"):
         (tmp_path / "torch" / f"{name}.py").touch()
     words = [sys.executable, "script.py", how]
     said = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.splitlines()
     before, after = said[: said.index("over there")], said[said.index("over there") + 1 :]
-    assert list(dict.fromkeys(before)) == child  # an end may be told twice
+    assert list(dict.fromkeys(before)) == child  # an end may be reported twice
     assert set(after) == {"ends there"}

@@ -1,4 +1,4 @@
-"""What FSDP2 is told, read from the states that it keeps for modules."""
+"""FSDP2's settings, read from the states that it keeps for modules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WORLD = 8
 
 
 def sharded(*groups: tuple[int, float | None]) -> nn.Module:
-    """Return a module with groups of parameters, each with the ranks that reduce it and the factor of the script."""
+    """Return a module with groups of parameters, each with the ranks that reduce it and the script's factor."""
     module: Any = nn.Linear(1, 1)
     held = [
         SimpleNamespace(

@@ -1,4 +1,4 @@
-"""A run as the reference trainer leaves it: every configuration, and some of everything that can go wrong."""
+"""A run like the reference trainer's: every configuration, and some of everything that can go wrong."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def cells() -> list[Cell]:
 
 @pytest.fixture(scope="session")
 def build_run() -> BuildRun:
-    """Makes a run of cells and of what each of them ended in (a finding an outcome, none: missing)."""
+    """Makes a run of cells with their outcomes (a finding per outcome; none: missing)."""
 
     def build(ends: dict[Cell, list[Outcome]], *, finished: bool = True, simulated: bool = True) -> Run:
         header = Header.of(ends, command=["pytest"], options={}, fingerprint=MACHINE, simulated=simulated)
@@ -99,7 +99,7 @@ def build_run() -> BuildRun:
 
 @pytest.fixture(scope="session")
 def realistic_run(cells: list[Cell]) -> Run:
-    """A finished run over all of ``cells``."""
+    """A finished run over all ``cells``."""
     header = Header.of(
         cells,
         command=["/somewhere/bin/pytest", "suites/", "--gpus", "8"],
@@ -125,7 +125,7 @@ def recorded_run(realistic_run: Run, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def measured() -> Callable[..., Measurement]:
-    """Makes a measurement of a cell: ``measured(cell, "throughput", 1200.0)``, bounded by a hundredth of itself."""
+    """Makes a cell's measurement: ``measured(cell, "throughput", 1200.0)``, with bounds of one hundredth."""
 
     def measure(cell: Cell, metric: str, value: float | None, **fields: object) -> Measurement:
         unit = MEASURED_IN.get(metric, "bytes")
@@ -138,7 +138,7 @@ def measured() -> Callable[..., Measurement]:
 
 
 def _figures(cell: Cell, measure: Callable[..., Measurement]) -> list[Measurement]:
-    """Return what a trainer might measure whose devices are each four fifths of use, and 16 bits half as fast again."""
+    """Return figures of a trainer whose devices each have 80 % efficiency; 16 bits are 50 % faster."""
     devices, halved = cell.topology.devices, cell.precision != "32"
     speed = 1000.0 * (1 + 0.8 * (devices - 1)) * (1.5 if halved else 1.0) * (0.7 if cell.backend == "dp" else 1.0)
     step = 32 * devices / speed
@@ -155,7 +155,7 @@ def _figures(cell: Cell, measure: Callable[..., Measurement]) -> list[Measuremen
 
 @pytest.fixture(scope="session")
 def build_measured_run(measured: Callable[..., Measurement]) -> Callable[..., Run]:
-    """Makes a run that examined ddp and dp and measured them; ``wrong`` backends failed."""
+    """Makes a run that examined and measured ddp and dp; ``wrong`` backends failed."""
 
     def build(*, accelerator: str = "cpu", wrong: tuple[str, ...] = (), machine: Fingerprint = MACHINE) -> Run:
         places = [(name, Topology(1, gpus)) for name in ("dp", "ddp") for gpus in (2, 4, 8)]

@@ -1,7 +1,7 @@
-"""The page for a keyboard, a screen reader and a search, with its script, in a real browser.
+"""The page with a keyboard, a screen reader and the search, with its script, in a real browser.
 
-axe-core comes with `npm install --no-save axe-core@4.14.1` in the checkout, or lies where AXE_CORE says. Where there is
-no Chromium, nothing is looked at.
+Install axe-core with `npm install --no-save axe-core@4.14.1` in the checkout, or set AXE_CORE to its path. Without
+Chromium, the tests are skipped.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def page(tmp_path_factory: pytest.TempPathFactory, build_measured_run, measured)
 
 @pytest.fixture(scope="module")
 def history(page: Path) -> Path:
-    """The page over that run and one of the day before, in which nothing was wrong."""
+    """The page over that run and one of the day before, in which everything was right."""
     runs = page.parent.parent
     now = read_run(page.parent)
     header = now.header.model_copy(update={"run_id": "before", "started": now.header.started - timedelta(days=1)})
@@ -125,7 +125,7 @@ def test_escape_closes_a_sheet_and_gives_the_focus_back(browser: Browser, page: 
 
 
 PAPER = 720
-"""The width of what is printed on A4 within margins, in CSS pixels."""
+"""The width of an A4 page without margins, in CSS pixels."""
 
 
 def test_a_printed_page_is_light_unfolded_and_whole(browser: Browser, page: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_printed_page_is_light_unfolded_and_whole(browser: Browser, page: Path
 
 
 def test_the_page_is_walked_through_by_keyboard(browser: Browser, page: Path) -> None:
-    """Tab reaches every link, field and fold in the order of the page; what has the focus is seen."""
+    """Tab reaches every link, field and fold in the page's order; the focus is visible."""
     browser.open(page, WIDE, scripts=True)
     reached = []
     for _ in range(40):

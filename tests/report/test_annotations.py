@@ -1,4 +1,4 @@
-"""What went wrong, as SARIF and as annotations of GitHub Actions."""
+"""Failures as SARIF and as GitHub Actions annotations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TRAINER = SourceLine(file="my trainers/ddp.py", line=12)
 
 @pytest.fixture
 def run(realistic_run: Run) -> Run:
-    """A run whose first subject is written in a file of the user's."""
+    """A run whose first subject is in a user's file."""
     return dataclasses.replace(
         realistic_run, header=realistic_run.header.model_copy(update={"sources": {"reference": TRAINER}})
     )
@@ -52,7 +52,7 @@ def test_two_reasons_of_one_title_have_two_keys(run: Run, cells: list[Cell]) -> 
 
 def test_sarif_has_a_rule_and_a_place_for_each_result(run: Run) -> None:
     written = json.loads(run_sarif(run))
-    # Unknown names are ignored by the models: what they do not know is missing when they write it again.
+    # The models ignore unknown names, and do not write them again.
     assert Sarif.model_validate(written).model_dump(mode="json", by_alias=True, exclude_none=True) == written
     (log,) = written["runs"]
     rules = [rule["id"] for rule in log["tool"]["driver"]["rules"]]

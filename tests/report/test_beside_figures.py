@@ -1,4 +1,4 @@
-"""What stands beside the figures of measured cells: timelines, shares, profiles, formulas and what does not apply."""
+"""What is shown with measured figures: timelines, shares, profiles, formulas, and metrics that do not apply."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def chunks() -> tuple[TimelineChunk, ...]:
-    """Return a step of two stages and two micro-batches whose weights the last stage differentiates apart."""
+    """Return a step of two stages and two micro-batches; the last stage differentiates its weights separately."""
     order = [
         (0, "forward", 0), (0, "forward", 1), (1, "forward", 0), (1, "backward", 0), (1, "weights", 0),
         (1, "forward", 1), (1, "backward", 1), (0, "backward", 0), (0, "backward", 1),

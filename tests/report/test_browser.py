@@ -1,6 +1,6 @@
 """The page in a real browser: light and dark, wide and narrow, after a good run and after one with failures.
 
-Screenshots lie in pytest's temporary folder, under ``screenshots``. Where there is no Chromium, nothing is looked at.
+Screenshots are in pytest's temporary folder, under ``screenshots``. Without Chromium, the tests are skipped.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ANSWER_LIMIT = 60.0
 
 
 class Browser:
-    """A Chromium that is spoken to over pipes, in the DevTools protocol."""
+    """A Chromium that is controlled over pipes, with the DevTools protocol."""
 
     def __init__(self, profile: Path) -> None:
         to_browser, write = os.pipe()
@@ -43,7 +43,7 @@ class Browser:
         self._numbers = itertools.count(1)
         self.requested: list[str] = []
         options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--remote-debugging-pipe"]
-        # The browser reads from its descriptor 3 and writes to 4; a shell can give it just those.
+        # The browser reads from descriptor 3 and writes to 4; a shell can provide exactly these.
         command = f'exec "$0" "$@" 3<&{to_browser} 4>&{from_browser}'
         self._process = subprocess.Popen(
             ["bash", "-c", command, CHROMIUM, *options, f"--user-data-dir={profile}", "about:blank"],
@@ -75,7 +75,7 @@ class Browser:
     def open(
         self, page: Path, size: tuple[int, int] = WIDE, *, dark: bool = False, at: str = "", scripts: bool = False
     ) -> None:
-        """Show a page in a window of this size, without its scripts unless told otherwise."""
+        """Show a page in a window of this size, by default without its scripts."""
         scheme = "dark" if dark else "light"
         self.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         width, height = size
@@ -90,7 +90,7 @@ class Browser:
             assert time.monotonic() < deadline, "the page did not load"
 
     def look(self, expression: str) -> Any:
-        """Return what an expression gives in the page; of a promise what it becomes."""
+        """Return an expression's value in the page, or a promise's result."""
         found = self.ask("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
@@ -106,7 +106,7 @@ class Browser:
         file.write_bytes(base64.b64decode(data))
 
     def close(self) -> None:
-        """End the browser, and what it started."""
+        """Stop the browser and its processes."""
         os.close(self._write)
         try:
             self._process.wait(timeout=10)
@@ -141,7 +141,7 @@ def screenshots(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def on_disk(run: Run, folder: Path) -> Path:
-    """Write a run down, and return its page."""
+    """Write a run, and return its page."""
     assert run.footer is not None
     with RunWriter(folder, run.header) as writer:
         writer.write(*run.results, *run.measurements)
@@ -157,7 +157,7 @@ def pages(
     build_measured_run: Callable[..., Run],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Path]:
-    """The pages of a good run with figures, and of a run in which something of every kind went wrong."""
+    """The pages of a good run with figures, and of a run with failures of every kind."""
     folder = tmp_path_factory.mktemp("runs")
     good, failing = build_measured_run(), build_measured_run(wrong=("dp",))
     results = (*failing.results, *realistic_run.results)
@@ -226,7 +226,7 @@ def test_a_square_opens_to_its_cells_without_a_script(
     assert "pytest" in said
     assert "Seed:" in said
     browser.picture(screenshots / f"opened-{'phone' if size == PHONE else 'wide'}.png")
-    # The cross is drawn by the square itself, in the sheet's corner.
+    # The square itself draws the cross, in the sheet's corner.
     browser.click(size[0] - 1.4 * 16 - 10, top + 0.9 * 16 + 10)
     assert browser.look(f"{SQUARE}.parentElement.open") is False
 

@@ -1,4 +1,4 @@
-"""Whatever was measured, what is drawn stays on the chart, and what is written can be read."""
+"""Whatever was measured, drawings stay on the chart, and text is legible."""
 
 from __future__ import annotations
 

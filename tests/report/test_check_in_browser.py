@@ -1,6 +1,6 @@
 """The page of ``plumbline check`` in a real browser: light and dark, wide and narrow, right and wrong.
 
-Screenshots lie in pytest's temporary folder, under ``screenshots``. Where there is no Chromium, nothing is looked at.
+Screenshots are in pytest's temporary folder, under ``screenshots``. Without Chromium, the tests are skipped.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def screenshots(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    """The pages of a right check, of a wrong one with a name that is too long for a line, and of one without a step."""
+    """The pages of a right check, of a wrong one with an overlong name, and of one without a step."""
     folder = tmp_path_factory.mktemp("pages")
     for name, one in PAGES.items():
         long = replace(one, command=(*one.command, "--data", "/very/long/folder" * 12))

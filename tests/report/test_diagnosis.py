@@ -1,4 +1,4 @@
-"""What a page says of a root cause, and the pictures of it."""
+"""A page's text about a root cause, and its pictures."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def cell(workload: str = "mlp", gpus: int = 2, subject: str = "mine") -> Cell:
 
 @pytest.fixture
 def run_of(tmp_path) -> Callable[[dict[Cell, Finding]], Run]:
-    """Writes a run down, and returns it as it is read."""
+    """Writes a run, and reads it back."""
 
     def run(findings: dict[Cell, Finding]) -> Run:
         header = Header.of(findings, command=["pytest"], options={}, fingerprint=Fingerprint(), simulated=True)

@@ -1,4 +1,4 @@
-"""The known is shown as neither passed nor failed; what should have failed and did not, as loudly as a failure."""
+"""Expected failures are neither passed nor failed; one that does not occur is as loud as a failure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PASSED, DEVIATES, FAILED, ERRORED = Outcome.PASSED, Outcome.DEVIATES, Outcome.FA
 
 
 def expecting(build_run: BuildRun, ends: list[tuple[list[Outcome], list[int]]]) -> Run:
-    """Return a run of cells that ended so, in which those of the findings that are numbered were expected to fail."""
+    """Return a run of cells with these outcomes; the findings with these numbers were expected to fail."""
     cells = [Cell("reference", f"w{index}", "ddp", Topology(1, 2), "32", "cpu") for index in range(len(ends))]
     run = build_run({cell: outcomes for cell, (outcomes, _) in zip(cells, ends, strict=True)})
     expected = [index in numbers for outcomes, numbers in ends for index in range(len(outcomes))]

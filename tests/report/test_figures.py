@@ -1,4 +1,4 @@
-"""Figures, the conformance beside them, and what the old documentation claimed."""
+"""Figures with the conformance beside them, and the old documentation's claims."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GPU = Fingerprint(key=ComparabilityKey(accelerator="cuda", device="GPU", device_
 
 
 def timed_run(build_run: BuildRun, measure: Measure, found: list[Outcome], **fields: object) -> Run:
-    """Return a run in which a configuration's cells ended so, and in which it was timed."""
+    """Return a run with a configuration's cells, their outcomes, and timings."""
     examined = Cell("reference", "mlp", "ddp", Topology(1, 2), "32", "cpu")
     timed = dataclasses.replace(examined, workload="perf-mlp")
     others = [dataclasses.replace(examined, workload=f"w{index}") for index in range(len(found))]

@@ -1,4 +1,4 @@
-"""A format is one module and one line: also where the module is not Plumbline's."""
+"""A format needs one module and one line, also outside of Plumbline."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def outcomes_of(run: Run) -> str:
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> str:
-    """The place of a format in a module of somebody else's."""
+    """The location of a format in a user's module."""
     somebody_elses = ModuleType("somebody_elses_report")
     somebody_elses.FORMAT = ReportFormat("outcomes alone", outcomes_of, {"outcomes.json": outcomes_of})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "somebody_elses_report", somebody_elses)

@@ -1,4 +1,4 @@
-"""The site about many runs: what changed and when, and badges."""
+"""The site about many runs: changes with their dates, and badges."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Write = Callable[..., Path]
 
 @pytest.fixture
 def write(measured: Callable[..., Measurement], tmp_path: Path) -> Write:
-    """Writes the run of a day: a cell that is right, one that may have failed, and a speed."""
+    """Writes a day's run: a cell that is right, one that may have failed, and a speed."""
 
     def write(
         day: int, *, fails: bool, speed: float = 1000.0, version: str = "1.0", code: SubjectCode = CODE, **machine: Any
@@ -78,7 +78,7 @@ def _machine():
 
 @pytest.fixture
 def reports(write: Write, tmp_path: Path) -> Path:
-    """Nine days: on the fourth a new version fails, on the seventh it is mended; on the sixth it becomes slower."""
+    """Nine days: on the fourth, a new version fails; on the sixth, it becomes slower; on the seventh, it is fixed."""
     for day in range(9):
         write(day, fails=3 <= day < 6, speed=1000.0 if day < 5 else 800.0, version="1.0" if day < 3 else "1.1")
     return tmp_path / "reports"

@@ -1,4 +1,4 @@
-"""The table of trainers on meshes: each square is of the cells behind it, and whatever is not right has its reason."""
+"""The table of trainers on meshes: each entry summarises its cells, and everything that is not right has a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``report.md`` is one screen, whatever a run is like: the verdict, a table, what failed with its cause, how fast."""
+"""``report.md`` fits on one screen for any run: verdict, table, failures with their causes, speed."""
 
 from __future__ import annotations
 

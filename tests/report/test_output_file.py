@@ -1,4 +1,4 @@
-"""The file that an option names is written where it leads, and refused in time if it cannot be."""
+"""The file that an option names is written through links, and refused in time if it cannot be written."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_symlink_without_target_makes_the_target(tmp_path: Path) -> None:
 def test_a_pipe_stays_a_pipe(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    refuse_unwritable("--json", pipe)  # does not wait for a reader
+    refuse_unwritable("--json", pipe)  # opening it does not wait for a reader
     received: list[str] = []
     reader = threading.Thread(target=lambda: received.append(pipe.read_text()))
     reader.start()

@@ -1,4 +1,4 @@
-"""The page says what a run says, first things first, and nothing that a run says ever acts as markup."""
+"""The page has a run's contents, most important first, and nothing in a run acts as markup."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ VOID = {"meta", "link", "br", "img", "input", "hr"}
 
 
 class Page(HTMLParser):
-    """What a browser makes of a page: its elements, and its text by the class of what it stands in."""
+    """A browser's view of a page: its elements, and its text by the enclosing class."""
 
     def __init__(self, source: str) -> None:
         super().__init__()
@@ -65,20 +65,20 @@ class Page(HTMLParser):
 
     @property
     def text(self) -> str:
-        """All that can be read."""
+        """All readable text."""
         return " ".join(" ".join(text for _, text in self.texts).split())
 
     def inside(self, tag: str) -> list[str]:
-        """The texts that stand directly in such elements."""
+        """The texts directly inside such elements."""
         return [text for place, text in self.texts if place == tag]
 
     def attributes(self, name: str) -> list[str]:
-        """The values of an attribute, wherever it is."""
+        """All values of an attribute."""
         return [value for _, attributes in self.elements if (value := attributes.get(name)) is not None]
 
 
 def harmless(source: str) -> Page:
-    """Return the page, which runs nothing but its own script, fetches nothing, and hides nothing."""
+    """Return the page, after checking that it runs only its own script, fetches nothing, and hides nothing."""
     page = Page(source)
     tags = [tag for tag, _ in page.elements]
     assert tags.count("script") == source.count("<script") == 1
@@ -280,7 +280,7 @@ shares = st.builds(RankShares, step=st.just(1), right=weights, received=st.lists
 def test_whatever_a_run_says_never_acts(
     data: st.DataObject, build_run: BuildRun, measured: Callable[..., Measurement]
 ) -> None:
-    """Names, messages and figures of any kind: the page stays well formed and harmless."""
+    """With any names, messages and figures, the page stays well formed and harmless."""
     draw = data.draw
     places = st.builds(Topology, st.sampled_from([1, 3, 2**20]), st.sampled_from([1, 2, 2**30]))
     cells = draw(st.lists(st.builds(Cell, texts, texts, texts, places, texts, st.just("cpu")), min_size=1, max_size=3))
@@ -326,7 +326,7 @@ def test_whatever_a_run_says_never_acts(
 
 
 def big_run(folder: Path, *, failing: bool) -> Path:
-    """Write down a run of 500 cells with ten findings each, and with logs; all of them failing, or none."""
+    """Write a run of 500 cells with ten findings each, and with logs; all cells fail, or none."""
     cells = [
         Cell("reference", f"w{number}", "ddp", Topology(1, gpus), precision, "cpu")
         for number in range(25)

@@ -1,4 +1,4 @@
-"""Over the cells of a subject: one cause that explains most, what it leaves over, and what contradicts it."""
+"""Over a subject's cells: one cause that explains most, the cells that it does not, and contradictions."""
 
 from __future__ import annotations
 

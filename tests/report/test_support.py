@@ -41,13 +41,13 @@ def marks(row: pd.Series) -> set[str]:
 
 
 def counted(row: pd.Series) -> int:
-    """Cells a row speaks of: tried, and not tried."""
+    """Return how many of a row's cells were tried, and how many were not."""
     tried, *others = re.findall(r"/(\d+)|(\d+) [a-z]", row["Cells passed"])
     return int(tried[0]) + sum(int(number) for _, number in others)
 
 
 def one_row(build_run: BuildRun, ends: list[list[Outcome]], **settings: bool) -> pd.Series:
-    """Return the only row of a run whose cells, all of one configuration, end so."""
+    """Return the only row of a run whose cells, all of one configuration, have these outcomes."""
     ddp = {
         Cell("reference", f"w{index}", "ddp", Topology(1, 2), "32", "cpu"): found for index, found in enumerate(ends)
     }

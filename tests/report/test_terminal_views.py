@@ -1,4 +1,4 @@
-"""What a terminal shows beside the support table: the speed of a run, and one cell of it."""
+"""What a terminal shows besides the support table: a run's speed, and one cell of it."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_whatever_a_cell_says_stays_within_the_width(build_run: BuildRun, width:
 
 
 def test_a_command_can_be_copied(build_run: BuildRun) -> None:
-    """Over several lines it is still one for a shell."""
+    """A command over several lines is still one command for a shell."""
     cell = Cell("reference", "mlp", "ddp", Topology(1, 2), "32", "cpu")
     run = build_run({cell: [Outcome.PASSED]})
     command = "pytest 'suites/conformance/test_conformance.py::test_cell[reference-mlp-ddp-1x2-32]' --gpus 8 " * 2

@@ -16,7 +16,7 @@ signs = st.text("|\\`<>&*_~$[]()!#-+.: \nab")
 
 
 def rendered(source: str) -> str:
-    """Return what a reader sees of a paragraph or table, by a Markdown renderer that is not ours."""
+    """Return what a reader sees of a paragraph or table, by an independent Markdown renderer."""
     renderer = pytest.importorskip("markdown_it").MarkdownIt("commonmark").enable(["table", "strikethrough"])
     page: str = renderer.render(source)
     return page

@@ -40,7 +40,7 @@ def test_a_fingerprint_gives_nobody_away(monkeypatch: pytest.MonkeyPatch) -> Non
         platform.node(),
         getpass.getuser(),
     }
-    # A machine called "x" or a user called "cpu" says nothing.
+    # A machine called "x" or a user called "cpu" tells nothing.
     assert not [word for word in private if len(word) > 3 and word in text]
 
 

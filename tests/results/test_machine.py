@@ -1,4 +1,4 @@
-"""What a machine says of itself is taken down; what it does not say is left out."""
+"""What a machine reports about itself is recorded; missing answers are left out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from plumbline.machine.fingerprint import take_fingerprint
 
 @pytest.fixture
 def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Put an ``nvidia-smi`` on the path that answers each query as given; others fail."""
+    """Put an ``nvidia-smi`` on the path that answers each query as given, and fails for others."""
 
     def put(**answers: str) -> None:
         cases = "\n".join(f"  *{query}*) printf '{said}' ;;" for query, said in answers.items())

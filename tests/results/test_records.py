@@ -20,7 +20,7 @@ from plumbline.results.run import line_of, record_of
 
 CELL = Cell("reference", "mlp", "ddp", Topology(2, 4), "32", "cpu")
 
-# Every code point, lone surrogates too: that is what undecodable bytes in a rank's stderr become.
+# Every code point, including lone surrogates, which undecodable bytes in a rank's stderr become.
 any_text = st.text(st.characters(exclude_categories=()))
 counts = st.none() | st.integers(0, 2**53)
 findings = st.builds(

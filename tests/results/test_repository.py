@@ -1,4 +1,4 @@
-"""The commit that is recorded for a trainer is that of the repository which its own file is part of."""
+"""The recorded commit of a trainer is that of the repository that has its file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that broke off anywhere is gone on with, and nothing that was reported is lost."""
+"""A run that stopped anywhere can be resumed, and loses nothing that was reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run and a check leave for programs is as their schemas say, and the schemas are those of the code."""
+"""The files of runs and checks for other programs match their schemas, and the schemas match the code."""
 
 from __future__ import annotations
 

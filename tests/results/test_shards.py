@@ -1,4 +1,4 @@
-"""Whatever ranks share out is seen whole; shards that do not fit are an error with a sentence, never another tensor."""
+"""Shards of ranks are assembled; shards that do not fit raise an error with a message, never give a wrong tensor."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ joined = partial(whole_tensors, store=Path("no tensor is stored"))
 
 @st.composite
 def placements(draw):
-    """A tensor's shape, the mesh over which it is shared out, and for each of its dimensions that of the tensor."""
+    """A tensor's shape, the mesh over which it is sharded, and the tensor dimension for each mesh dimension."""
     shape = draw(st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple))
     mesh = draw(st.lists(st.integers(1, 4), min_size=1, max_size=2).map(tuple))
-    dimensions = st.none() | st.integers(0, len(shape) - 1)  # none: replicated
+    dimensions = st.none() | st.integers(0, len(shape) - 1)  # None: replicated
     return shape, mesh, tuple(draw(dimensions) for _ in mesh)
 
 
 def shared_out(whole, mesh, dimensions):
-    """Return each rank's shard: along each dimension of the mesh as torch.chunk divides, or a copy."""
+    """Return each rank's shard: divided along each mesh dimension like torch.chunk, or replicated."""
     everybody = list(product(*map(range, mesh)))
     shards = []
     for place in everybody:
@@ -55,7 +55,7 @@ def shared_out(whole, mesh, dimensions):
 
 
 def launch(*ranks, **settings):
-    """Return a launch whose ranks took one step each, with these as all of its tensors."""
+    """Return a launch whose ranks took one step each, with these as all its tensors."""
     traces = []
     for rank, held in enumerate(ranks):
         step = Step((), held, dict(held), dict(held), (0.1,))
@@ -64,7 +64,7 @@ def launch(*ranks, **settings):
 
 
 def rows(count=3, of=None):
-    """Return a tensor of ``SHAPE`` and the rows of it that each rank holds."""
+    """Return a tensor of ``SHAPE``, and the rows that each rank holds."""
     whole = torch.arange(float(prod(SHAPE))).view(SHAPE) if of is None else of
     return whole, shared_out(whole, (count,), (0,))
 
@@ -87,7 +87,7 @@ def test_every_rank_sees_the_whole(placement, dtype):
 
 @st.composite
 def runs(draw):
-    """A tensor's shape, and where its entries, flattened, are divided among ranks; some may have none."""
+    """A tensor's shape, and the boundaries of the ranks' runs of its flattened entries; runs may be empty."""
     shape = draw(st.lists(st.integers(0, 5), max_size=3).map(tuple))
     cuts = draw(st.lists(st.integers(0, prod(shape)), min_size=1, max_size=4).map(sorted))
     return shape, [0, *cuts, prod(shape)]
@@ -139,7 +139,7 @@ def test_evidence_that_is_not_whole_is_left_to_what_broke_it():
 
 
 def broken(change):
-    """Return three ranks' shards, of which ``change`` makes something that does not fit."""
+    """Return three ranks' shards, which ``change`` makes inconsistent."""
     _, shards = rows()
     return [{"weight": shard} for shard in change(shards)]
 

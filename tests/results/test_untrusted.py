@@ -1,4 +1,4 @@
-"""A run that comes from anywhere: nothing outside of its folder is read or written, nothing of it runs, or acts."""
+"""A run from an untrusted source: nothing outside its folder is read or written, and nothing in it runs or acts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CELL = Cell(HOSTILE, "mlp", "ddp", Topology(1, 2), "32", "cpu")
 
 @pytest.fixture
 def run(tmp_path):
-    """Return the folder of a run whose subject and findings say what should act on a terminal."""
+    """Return the folder of a run whose subject and findings have text that a terminal would interpret."""
     source = WorkloadSource(locator=str(tmp_path / "program.py"), sha256="0")
     header = Header.of(
         [CELL], command=[HOSTILE], options={}, fingerprint=Fingerprint(), simulated=True, workloads={HOSTILE: source}

@@ -1,4 +1,4 @@
-"""A real SLURM cluster of three nodes on this machine, for the session; where there can be none, a line says why."""
+"""A real SLURM cluster of three nodes on this machine, for the session; if that is impossible, a line says why."""
 
 from __future__ import annotations
 
@@ -23,40 +23,40 @@ HANGS_AFTER = 600.0
 
 
 def cluster_command(*words, **environment):
-    """Call the script; return what it did."""
+    """Call the script; return its result."""
     return subprocess.run(
         [SCRIPT, *map(str, words)], capture_output=True, text=True, check=False, env={**os.environ, **environment}
     )
 
 
 class Cluster:
-    """A cluster that is up."""
+    """A running cluster."""
 
     def __init__(self, folder):
         self.folder = Path(folder)
         self.conf = str(self.folder / "slurm.conf")
 
     def ask(self, *words, check=True):
-        """Run a command of SLURM; return what it printed."""
+        """Run a SLURM command; return its output."""
         done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=HANGS_AFTER)
         assert not check or done.returncode == 0, f"{shlex.join(words)}: {done.stderr}"
         return done.stdout
 
     def job(self, *words, nodes=2, tasks=2, wait=True):
-        """Run a command on the first node of an allocation of its own."""
+        """Run a command on the first node of a new allocation."""
         command = ["salloc", "--quiet", f"--nodes={nodes}", f"--ntasks-per-node={tasks}", *map(str, words)]
         if wait:
             return subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANGS_AFTER)
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     def idle(self, seconds=HANGS_AFTER):
-        """Wait until every node is idle, which they are when nothing of a job is left; say whether they were."""
+        """Wait until every node is idle, which means that nothing of a job is left; return whether this happened."""
         return until(
             lambda: self.ask("sinfo", "-h", "-N", "-p", "main", "-o", "%T").split() == ["idle"] * NODES, seconds
         )
 
     def processes(self):
-        """The processes that jobs of this cluster have at this moment."""
+        """The current processes of this cluster's jobs."""
         found = {}
         for place in Path("/proc").glob("[0-9]*"):
             try:
@@ -71,7 +71,7 @@ class Cluster:
 
 
 def until(holds, seconds=HANGS_AFTER):
-    """Wait until ``holds()``; return whether it came to that."""
+    """Wait until ``holds()``; return whether it became true."""
     end = time.monotonic() + seconds
     while not (true := holds()) and time.monotonic() < end:
         time.sleep(0.1)
@@ -99,7 +99,7 @@ def cluster():
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left(request):
-    """After each test the nodes are idle again, and no process of a job is left."""
+    """After each test, the nodes are idle again, and no process of a job is left."""
     yield
     if "cluster" in request.fixturenames:
         cluster = request.getfixturevalue("cluster")
@@ -109,7 +109,7 @@ def _nothing_is_left(request):
 
 @pytest.fixture
 def allocation(cluster, monkeypatch):
-    """Let this process be in a job of two nodes, as if it had been started there."""
+    """Put this process in a job of two nodes, as if it had been started there."""
     told = subprocess.run(
         ["salloc", "--no-shell", "--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2"],
         capture_output=True, text=True, check=True,
@@ -139,5 +139,5 @@ def slurm_pool(allocation):
 
 @pytest.fixture(scope="session")
 def conformance():
-    """The words of a pytest over the suites, small cells only."""
+    """The arguments of a pytest over the suites, with small cells only."""
     return [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(ROOT / "suites" / "conformance")]

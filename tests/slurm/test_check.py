@@ -1,4 +1,4 @@
-"""`plumbline check -- srun …` on a real cluster: the tasks of a job step are one training, and end with the command."""
+"""`plumbline check -- srun …` on a real cluster: a job step's tasks are one training, and end with the command."""
 
 import json
 import signal
@@ -37,7 +37,7 @@ dist.destroy_process_group()
 
 @pytest.fixture
 def words(tmp_path, monkeypatch):
-    """Return a function that makes the words of a check of two tasks on two nodes."""
+    """Return a function that makes the arguments of a check of two tasks on two nodes."""
     (tmp_path / "evidence").mkdir()
     (tmp_path / "train.py").write_text(TRAIN)
     monkeypatch.setenv("TMPDIR", str(tmp_path / "evidence"))

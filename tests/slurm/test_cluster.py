@@ -1,4 +1,4 @@
-"""``ci/slurm_cluster.sh`` brings a real cluster up, several side by side, and takes it down without a trace."""
+"""``ci/slurm_cluster.sh`` starts a real cluster, or several at a time, and stops it without a trace."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_what_makes_no_sense_is_said_in_a_line(words, code):
 
 
 def test_the_trainer_knows_itself_as_slurm_started_it(cluster):
-    """Uneven nodes, and tasks that are dealt out in turn: what srun says is what counts."""
+    """Uneven nodes, and tasks dealt out in turn: srun's environment counts."""
     say = ["sh", "-c", "env | grep ^SLURM | tr '\\n' ' '; echo"]
     told = cluster.ask("srun", "--quiet", "--nodes=2", "--ntasks=3", "--distribution=cyclic", *say)
     ranks = []

@@ -1,4 +1,4 @@
-"""The old docs' search: a 3 × 3 grid is nine jobs, and each of them trains with the Trainer over its nodes."""
+"""The old docs' search: a 3 × 3 grid is nine jobs, and each trains with the Trainer over its nodes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_a_grid_of_nine_trials_trains_on_two_nodes_each(cluster, tmp_path):
     states = set(cluster.ask("squeue", "-h", "--array", "--states=all", f"--jobs={job}", "--format=%T").split())
     assert states == {"COMPLETED"}, logs
     found = {place.name: float(place.read_text()) for place in tmp_path.iterdir() if "-of-" in place.name}
-    # Four samples over two ranks in batches of two: one step, and a gradient that is the factor on every rank.
+    # Four samples over two ranks in batches of two: one step, in which each rank's gradient is the factor.
     assert found == {
         f"{rate}-{factor}-{rank}-of-2": -rate * factor
         for rate in (0.5, 0.25, 0.125)

@@ -1,4 +1,4 @@
-"""``--launcher slurm``: ranks live where SLURM put them, and cells end as they would on one machine."""
+"""``--launcher slurm``: ranks run where SLURM placed them, and cells end as on one machine."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_more_nodes_than_the_job_has_are_refused(allocation):
 
 @pytest.fixture(scope="module")
 def both(cluster, conformance, tmp_path_factory):
-    """The same cells under both launchers: each run, and what pytest said."""
+    """The same cells under both launchers: each run, and pytest's output."""
     asked = ["--nodes", "2", "--gpus", "2", "--workloads", "mlp,contrastive", "--precisions", "32"]
     asked += ["-k", "2x2", "--seed", "3"]
     runs = {}

@@ -1,4 +1,4 @@
-"""The ready nightly run, as it is, on a real cluster: only making the environment is left out."""
+"""The ready-made nightly run, unchanged, on a real cluster: only creating the environment is left out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MATRIX = ("--workloads", "mlp", "--precisions", "32", "--backends", "none,ddp", 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A checkout whose environment is this one: making it and installing into it do nothing."""
+    """A checkout whose environment is this one: creating it and installing into it do nothing."""
     for name in ("suites", "harness", "pyproject.toml", "constraints.txt"):
         (tmp_path / name).symlink_to(ROOT / name)
     programs = {

@@ -1,4 +1,4 @@
-"""``plumbline submit`` on a real cluster: one run out of many tasks, whatever befalls them."""
+"""``plumbline submit`` on a real cluster: many tasks make one run, whatever happens to them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def planned(tmp_path_factory):
 
 @pytest.fixture
 def submission(cluster, planned, tmp_path):
-    """Return a submission in a folder of its own, and its gate."""
+    """Return a submission in its own folder, and its gate."""
     gate = tmp_path / "gate"
     engine = replace(planned.engine, environment={"GATE": str(gate)})
     made = replace(planned, run=tmp_path / planned.run.name, engine=engine)
@@ -49,7 +49,7 @@ def submission(cluster, planned, tmp_path):
 
 
 class AnyFinding(list):
-    """What a follower told; ``at`` does something when a line says something, once."""
+    """A follower's output; ``at`` acts once, when a line contains certain words."""
 
     def __init__(self):
         self.waiting = []
@@ -66,7 +66,7 @@ class AnyFinding(list):
 
 
 def follow(submission, told):
-    """Follow a submission to its end, within a time that no test should need."""
+    """Follow a submission to its end, within a generous time limit."""
     run = Follower(submission, told).follow()
     assert not told.waiting, f"it never said {told.waiting}: {told}"
     return run

@@ -1,4 +1,4 @@
-"""What a subject declares: precisions that may depend on what computes, and the library that it puts under test."""
+"""A subject's declarations: precisions that may depend on the device, and the library under test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Released trainers have short names, train where they are installed, and say elsewhere what is missing."""
+"""Released trainers have short names, train where they are installed, and otherwise name what is missing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_short_name_leads_to_a_file(name):
 @each
 def test_without_its_library_it_names_the_command_that_installs_it(name, monkeypatch):
     library, command = LIBRARIES[name]
-    for hidden in (library, "pytorch_lightning"):  # the older name of one of them would do as well
+    for hidden in (library, "pytorch_lightning"):  # one of them also has an older name
         for imported in [name for name in sys.modules if name.startswith(f"{hidden}.")]:
             monkeypatch.delitem(sys.modules, imported)
         monkeypatch.setitem(sys.modules, hidden, None)

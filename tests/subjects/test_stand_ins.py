@@ -1,4 +1,4 @@
-"""A library can be imported without what its import asks for and its training never uses, and nobody else notices."""
+"""A library can be imported without packages that its training never uses, and nothing else is affected."""
 
 from __future__ import annotations
 

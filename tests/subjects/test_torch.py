@@ -1,4 +1,4 @@
-"""torch's own trainers are one subject, declared by several files, each of which trains what one device trains."""
+"""torch's own trainers are one subject, declared by several files; each trains like one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A subject that cannot be imported is answered with the user's lines, from wherever it was loaded."""
+"""If a subject cannot be imported, the message shows the user's lines, from wherever it was loaded."""
 
 from __future__ import annotations
 

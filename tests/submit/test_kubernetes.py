@@ -1,4 +1,4 @@
-"""Kubernetes: manifests are those of its API, states are read from what it answers, and what pods run is a run."""
+"""Kubernetes: manifests are valid for its API, states are read from its answers, and the pods make a run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def pod_of(one):
 
 @pytest.mark.parametrize(("nodes", "kind"), [(1, None), (1, "jobset"), (1, "pytorchjob"), (2, None), (3, "pytorchjob")])
 def test_manifests_are_objects_of_the_api(submission, nodes, kind):
-    from kubeflow_trainer_api import models  # 400 classes, which every process that collects tests would wait for
+    from kubeflow_trainer_api import models  # 400 classes, whose import would delay every process that collects tests
 
     secret, *objects = objects_of(submission(nodes, kind, pod={"nodeSelector": {"pool": "gpu"}}))
     known = {
@@ -72,7 +72,7 @@ def test_manifests_are_objects_of_the_api(submission, nodes, kind):
 @pytest.mark.nightly
 @pytest.mark.parametrize(("nodes", "kind"), [(1, None), (2, "pytorchjob")])
 def test_manifests_fit_the_json_schemas_of_kubernetes(submission, nodes, kind):
-    """The strict schemas, as kubeconform has them, of the oldest release that is meant, and of the newest."""
+    """The strict schemas, from kubeconform, of the oldest supported release and of the newest."""
     validate = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate, which has the schemas")
     for version in ("1.29", validate.latest_version()):
         for one in objects_of(submission(nodes, kind)):
@@ -151,7 +151,7 @@ def test_a_submission_is_read_back_as_it_was(submission):
 
 
 def at(submission, job="job"):
-    """Return the submission's objects, as those of a job."""
+    """Return the submission's objects as those of a job."""
     _, *objects = objects_of(submission)
     for one in objects:
         one["metadata"]["labels"]["plumbline-job"] = job
@@ -264,7 +264,7 @@ def test_a_pod_examines_what_is_left_of_the_task_at_its_index(submission, monkey
 
 @pytest.fixture
 def cluster(tmp_path, monkeypatch):
-    """Return the folder of a cluster that pods run in as processes; they have all ended after the test."""
+    """Return the folder of a cluster that runs pods as processes; they have all ended after the test."""
     folder, programs = tmp_path / "cluster", tmp_path / "bin"
     folder.mkdir()
     programs.mkdir()
@@ -283,7 +283,7 @@ def logs_of(cluster):
 
 @pytest.fixture(params=["processes", "containers"])
 def image(request, monkeypatch):
-    """Return the image that pods run: any where they are processes, one that ci/Dockerfile made where podman is."""
+    """Return the pods' image: any if they are processes; one built from ci/Dockerfile if podman is available."""
     if request.param == "processes":
         return "one"
     if "PLUMBLINE_TEST_IMAGE" not in os.environ or shutil.which("podman") is None:
@@ -295,7 +295,7 @@ def image(request, monkeypatch):
 @pytest.mark.nightly
 @pytest.mark.parametrize(("nodes", "kind"), [(1, "job"), *((2, kind) for kind in SPANNING)])
 def test_what_the_manifests_say_is_run_and_collected(cluster, image, tmp_path, capsys, nodes, kind):
-    """The pods' commands, as a kubelet runs them: two pods of a task are two processes, or containers, that meet."""
+    """The pods' commands, as a kubelet runs them: a task's two pods are two processes, or containers, that meet."""
     volume = tmp_path / "volume"
     volume.mkdir()
     words = ["--engine", "kubernetes", "--image", image, "--volume", f"reports={volume}", "--namespace", "lab"]

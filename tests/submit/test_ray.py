@@ -32,10 +32,10 @@ ray.shutdown()
 
 @pytest.fixture(scope="module")
 def address():
-    """Return the address of a cluster of one node, which ends with this module's tests; this process has its token."""
+    """Return the address of a single-node cluster that ends with this module's tests; this process has its token."""
     if importlib.util.find_spec("ray") is None or importlib.util.find_spec("aiohttp_cors") is None:
         pytest.skip("needs ray[default]")
-    # Ray names sockets in it, whose paths may have 107 bytes: pytest's own folders are too deep for them.
+    # Ray creates sockets in it, whose paths may have 107 bytes: pytest's own folders are too deep.
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder, pytest.MonkeyPatch.context() as environment:
         command = [sys.executable, "-c", CLUSTER, folder]
         environment.setenv("RAY_AUTH_MODE", "token")
@@ -70,7 +70,7 @@ def test_who_has_another_token_is_told_in_ray_s_words(address):
     asking = (
         "import sys; from plumbline.submit.engines.ray import RayEngine; RayEngine(sys.argv[1]).states(None, {0: ''})"
     )
-    # Another process: Ray reads its token once.
+    # Another process, because Ray reads its token only once.
     command = [sys.executable, "-c", asking, address]
     environment = {**os.environ, "RAY_AUTH_TOKEN": "0" * 64}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""The batch script says what was asked, is a script for bash whatever is in it, and refuses what it could not say."""
+"""The batch script has what was requested, is valid for bash with any contents, and refuses what it cannot express."""
 
 from __future__ import annotations
 

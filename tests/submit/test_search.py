@@ -1,4 +1,4 @@
-"""Which trials a search makes of its options."""
+"""The trials that a search makes of its options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small problem, and the loop by hand that the trainer is held against."""
+"""A small problem, and a hand-written loop to compare the trainer with."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LAUNCHER_VARIABLES = (
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch):
-    """Nothing of the surroundings reaches a test, and no process outlives it."""
+    """Nothing from the environment reaches a test, and no process outlives it."""
     for variable in [name for name in os.environ if name.startswith(LAUNCHER_VARIABLES)]:
         monkeypatch.delenv(variable)
     threads = torch.get_num_threads()
@@ -60,7 +60,7 @@ def network(seed=0):
 
 
 class Regression(Module):
-    """The problem for the trainer; with ``log`` training_step notes its samples in a file a rank."""
+    """The problem for the trainer; with ``log``, training_step writes its samples to a file per rank."""
 
     def __init__(self, batch_size=6, samples=26, log=None, validates=False, **loader):
         super().__init__()
@@ -90,14 +90,14 @@ class Regression(Module):
 
 
 def orders(samples, epochs, world=1, seed=0):
-    """The order of each epoch, written down independently: drawn from seed + epoch, padded to the world."""
+    """The order of each epoch, written independently: drawn from seed + epoch, padded to the world size."""
     for epoch in range(epochs):
         order = torch.randperm(samples, generator=torch.Generator().manual_seed(seed + epoch))
         yield torch.cat([order, order[: -samples % world]])
 
 
 def by_hand(*, epochs=2, batch=6, world=1, accumulate=1, clip=None, samples=26, steps=None):
-    """Train by hand in float64; ``batch`` samples a rank. Returns the network.
+    """Train by hand in float64 with ``batch`` samples per rank; return the network.
 
     A micro-batch's loss is the mean over ranks of each one's mean; a step's the mean over its micro-batches.
     """
@@ -125,14 +125,14 @@ def by_hand(*, epochs=2, batch=6, world=1, accumulate=1, clip=None, samples=26, 
 
 
 def same_weights(left, right, tolerance=1e-13):
-    """Weights equal to float64 rounding, and none still where it began."""
+    """Weights are equal up to float64 rounding, and all of them have moved."""
     pairs = list(zip(left.parameters(), right.parameters(), strict=True))
     moved = any(not torch.equal(a, b) for a, b in zip(left.parameters(), network().parameters(), strict=True))
     return moved and all(torch.allclose(a, b, rtol=tolerance, atol=tolerance) for a, b in pairs)
 
 
 class Problem:
-    """What test files share: they cannot import one another."""
+    """Helpers that test files share, because they cannot import one another."""
 
     Points = Points
     Regression = Regression

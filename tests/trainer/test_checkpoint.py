@@ -1,4 +1,4 @@
-"""A training that was interrupted ends as one that was not."""
+"""An interrupted training ends like an uninterrupted one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the user typed becomes a plan, or a sentence that says the way out."""
+"""A user's options become a plan, or a message with a way out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which samples a rank sees, and that everything else about the loader stays the user's."""
+"""Which samples a rank sees; everything else about the loader stays the user's."""
 
 from __future__ import annotations
 

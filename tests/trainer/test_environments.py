@@ -1,4 +1,4 @@
-"""Who a process is, under each launcher."""
+"""A process's rank and world under each launcher."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_slurm_s_main_address_can_be_given():
 
 @pytest.mark.parametrize(("ranks", "said"), [((0, 1, 2, 3), None), ((0, 1, 0, 1), "none of them is rank 2")])
 def test_ranks_that_are_there_twice_are_found_before_training(ranks, said):
-    """As where two nodes were both told NODE_RANK=0: each of the four says so, and none waits."""
+    """As if two nodes both had NODE_RANK=0: each of the four ranks reports it, and none waits."""
     port = free_port()
     with ThreadPoolExecutor(len(ranks)) as threads:
         calls = [threads.submit(check_rendezvous, rank, 4, "127.0.0.1", port, timedelta(minutes=10)) for rank in ranks]

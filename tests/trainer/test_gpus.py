@@ -1,4 +1,4 @@
-"""What ``gpus=`` may be."""
+"""Valid values of ``gpus=``."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_any_other_text_is_refused_in_a_sentence(text):
 
 
 class Driver:
-    """As much of the CUDA driver as is asked for."""
+    """The used parts of the CUDA driver."""
 
     def __init__(self, answer: int) -> None:
         self.cuDeviceGetCount = lambda count: answer

@@ -1,4 +1,4 @@
-"""Ranks that somebody else started: torchrun, SLURM, one parent a node, the user's own process group."""
+"""Ranks that others started: torchrun, SLURM, one parent per node, the user's own process group."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from plumbline.trainer.environments import free_port
 
 
 def torchrun_node(rank, port):
-    """What a harness sets for a process a node, with a store that runs already."""
+    """Return what a harness sets for one process per node, with a running store."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": "0",
@@ -48,7 +48,7 @@ def plain_node(rank, port):
 
 
 def on_two_nodes(train, variables, port, folder):
-    """Call ``train()`` in two processes with a launcher's variables; return what each returns."""
+    """Call ``train()`` in two processes with a launcher's variables; return both results."""
 
     def node(rank):
         torch.set_num_threads(1)
@@ -62,7 +62,7 @@ def on_two_nodes(train, variables, port, folder):
 
 @pytest.fixture
 def contrastive(problem):
-    """In-batch negatives: only with all of a node's outputs together is the loss right."""
+    """In-batch negatives: the loss is right only with all of a node's outputs together."""
 
     class Contrastive(problem.Regression):
         def __init__(self, **options):
@@ -242,7 +242,7 @@ def test_torchrun_itself_and_an_error_that_ends_all_ranks(tmp_path):
         try:
             output, errors = done.communicate(timeout=600)
         finally:
-            done.terminate()  # a launcher that is asked to end takes its ranks along; one that is killed does not
+            done.terminate()  # a launcher that is terminated ends its ranks; one that is killed does not
     assert output.split() == ["weight", "-3.5"], errors
     assert done.returncode != 0, "the second fit has a loss that is no scalar, on one rank only"
     assert "not a scalar tensor: return loss.mean()" in errors

@@ -1,4 +1,4 @@
-"""The loop on one device and on simulated ones, against a loop by hand."""
+"""The loop on one device and on simulated ones, compared with a hand-written loop."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_training_step_end_may_ask_for_the_whole_batch(problem, gpus):
 
 class Keeping(torch.optim.SGD):
     def zero_grad(self, set_to_none=True):
-        """Count, and keep half of the gradients, as error feedback does."""
+        """Count, and keep half of the gradients, like error feedback."""
         self.calls = getattr(self, "calls", 0) + 1
         for group in self.param_groups:
             for parameter in group["params"]:

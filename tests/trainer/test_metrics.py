@@ -1,4 +1,4 @@
-"""The trainer's figures are means over samples, on all ranks, and the user's module is told of them."""
+"""The trainer's metrics are means over samples of all ranks, and the user's module receives them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from plumbline.trainer import Trainer
 
 @pytest.fixture
 def told(problem, tmp_path):
-    """Train, and return what each rank was told, in order."""
+    """Train, and return what each rank received, in order."""
 
     class AnyFinding(problem.Regression):
         def on_metrics(self, metrics):
@@ -32,7 +32,7 @@ def told(problem, tmp_path):
 
 
 def losses_of_the_last_step(problem, world, accumulate):
-    """The last step's loss, at the weights before it, written down independently."""
+    """Return the last step's loss at the weights before it, written independently."""
     data = problem.Points()
     (order,) = problem.orders(26, 1, world)
     *before, last = order.split(6 * world * accumulate)

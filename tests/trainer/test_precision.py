@@ -1,4 +1,4 @@
-"""Each AMP level against a loop by hand that uses torch.amp directly."""
+"""Each AMP level compared with a hand-written loop that uses torch.amp directly."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_skipped_step_leaves_everything_still(problem, level):
 
     module = Overflows()
     trainer = Trainer(accelerator="cpu", precision=16, amp_level=level)
-    # A first scale that does not overflow by itself, so that just the two steps asked for are skipped.
+    # The first scale does not overflow by itself, so that only the two intended steps are skipped.
     original = torch.amp.GradScaler.__init__
 
     def quiet(self, *args, **options):

@@ -1,4 +1,4 @@
-"""Ranks that the trainer starts itself: they compute what one process computes, and end with it."""
+"""Ranks that the trainer starts itself: they compute the same as one process, and end with it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ddp(world, **options):
 def test_two_ranks_compute_what_one_device_does(problem, tmp_path):
     # 26 samples: batches of 3 on 2 ranks; the 5th has one sample a rank. Windows of 3 and 2.
     module = problem.Regression(batch_size=3, log=tmp_path, validates=True)
-    module.share_memory()  # ranks that stepped this memory together would step it twice
+    module.share_memory()  # if ranks shared this memory, it would be stepped twice
     before = [weight.detach().clone() for weight in module.parameters()]
     trainer = ddp(2, accumulate_grad_batches=3, gradient_clip_val=0.3)
     trainer.fit(module)
@@ -116,7 +116,7 @@ def test_overrides_buffers_noise_and_samplers_in_real_ranks(problem, tmp_path):
 def test_a_custom_order_is_rank_0s(problem, tmp_path):
     class Sampled(problem.Regression):
         def train_dataloader(self):
-            torch.manual_seed(100 + self.trainer.rank)  # ranks that draw different orders stay disjoint
+            torch.manual_seed(100 + self.trainer.rank)  # ranks with different orders stay disjoint
             sampler = RandomSampler(self.dataset, num_samples=20)
             return DataLoader(self.dataset, batch_size=3, sampler=sampler, num_workers=1)
 
@@ -272,7 +272,7 @@ def test_a_world_of_one_trains_in_this_process(problem, backend):
 
 
 def test_spawned_ranks(tmp_path):
-    """The module is pickled, its tensors arrive in shared memory, and stay apart all the same."""
+    """The module is pickled; its tensors arrive in shared memory, but stay separate."""
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent(

@@ -1,4 +1,4 @@
-"""Simulated DataParallel: what several devices compute is what one computes."""
+"""Simulated DataParallel: several devices compute the same as one."""
 
 from __future__ import annotations
 

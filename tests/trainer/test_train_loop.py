@@ -1,4 +1,4 @@
-"""The other face of the trainer: it computes what the loop by hand computes, and refuses what it cannot do."""
+"""The trainer's second interface: it computes the same as the hand-written loop, and refuses what it cannot do."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from plumbline.trainer.environments import free_port
 
 
 class Net(nn.Sequential):
-    """A network of the problem, with the methods of a TrainLoop's model; ``log`` is a folder for what it is given."""
+    """A network for the problem, with the methods of a TrainLoop's model; ``log`` is a folder for its inputs."""
 
     def __init__(self, problem, log=None):
         super().__init__(*problem.network())
@@ -85,7 +85,7 @@ def test_each_mode_trains_as_one_device_does(problem, loop, gpu_mode, num_gpus, 
 
 @pytest.mark.parametrize(("gpu_mode", "batch"), [("single", 6), ("ddp", 3), ("balanced", 6)])
 def test_a_second_fit_goes_on_where_the_first_ended(problem, loop, gpu_mode, batch):
-    # The momentum and the order go on. In shared memory, ranks would all step the one momentum.
+    # Momentum and order continue. In shared memory, all ranks would step the same momentum.
     model = Net(problem)
     trained = loop(model, batch=batch, gpu_mode=gpu_mode)
     for _ in range(2):
@@ -97,7 +97,7 @@ def test_a_second_fit_goes_on_where_the_first_ended(problem, loop, gpu_mode, bat
 
 
 def contrastive(embedded, targets):
-    """In-batch negatives: only with all of the batch's outputs together is the loss right."""
+    """In-batch negatives: the loss is right only with all of the batch's outputs together."""
     return nn.functional.cross_entropy(embedded @ embedded.T, torch.arange(len(embedded)).roll(1)) + 0 * targets.sum()
 
 
@@ -111,7 +111,7 @@ def test_with_dp_the_forward_is_split_and_the_criterion_sees_the_whole_batch(pro
             return criterion(self(batch["x"], scale=2.0), batch["y"])
 
     one, many = Watched(problem), Watched(problem)
-    one.seen, many.seen, calls = [], [], []  # what a replica assigns is lost with it
+    one.seen, many.seen, calls = [], [], []  # a replica's assignments are lost with it
     many.register_forward_hook(lambda model, inputs, outputs: calls.append(len(outputs)))
     loop(one, batch=8, criterion=contrastive).fit(1)
     loop(many, batch=8, criterion=contrastive, gpu_mode="dp").fit(1, num_gpus=3)
@@ -288,7 +288,7 @@ def test_a_loader_that_is_none_is_only_missed_where_it_is_needed(problem, loop):
 
 
 def test_spawned_ranks(tmp_path):
-    """Model and optimizer are pickled together, still belong together, and leave what ranks share alone."""
+    """Model and optimizer are pickled together, still belong together, and do not change shared tensors."""
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent(

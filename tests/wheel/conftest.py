@@ -1,4 +1,4 @@
-"""The built distributions, and the wheel installed in an environment that has nothing of this checkout."""
+"""The built distributions, and the wheel installed in an environment without this checkout."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def wheel(distributions):
 
 @pytest.fixture(scope="session")
 def environment(wheel, tmp_path_factory):
-    """An environment with the wheel in it; for what the wheel needs it leads to this interpreter's packages."""
+    """An environment with the wheel; its requirements are this interpreter's packages."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, symlinks=True)
     (packages,) = folder.glob("lib/python*/site-packages")
@@ -59,14 +59,14 @@ def environment(wheel, tmp_path_factory):
 
 
 class Shell:
-    """A user's shell in an empty folder, whose PATH does not lead to the environment."""
+    """A user's shell in an empty folder, whose PATH does not contain the environment."""
 
     def __init__(self, folder, environment):
         self.folder = folder
         self.environment = environment
 
     def __call__(self, command, *, code=0):
-        """Run a command and return what it prints; its first word may be a program of the environment."""
+        """Run a command and return its output; its first word may be a program of the environment."""
         program, _, rest = command.partition(" ")
         if program in ("plumbline", "pytest"):
             program = self.environment / "bin" / program

@@ -1,4 +1,4 @@
-"""The wheel in a project whose own packages are called ``harness``, ``suites`` and ``tests``: each finds its own.
+"""The wheel in a project with packages called ``harness``, ``suites`` and ``tests``: each finds its own.
 
 ``ci/gate.py`` runs this file before every change.
 """

@@ -1,4 +1,4 @@
-"""What a wheel installs works in any folder, by the commands that it prints, and stays out of other people's pytest."""
+"""An installed wheel works in any folder, by the commands that it prints, and stays out of other pytest runs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_wheel_says_what_it_is_and_under_which_licence(wheel):
 
 
 def test_the_sdist_has_what_the_wheel_is_built_from_and_what_a_reader_wants(distributions):
-    """No tests: these check the checkout, with ``ci/`` and ``reports/``, and not a distribution."""
+    """No tests: these check the checkout, with ``ci/`` and ``reports/``, not a distribution."""
     (file,) = distributions.glob("*.tar.gz")
     with tarfile.open(file) as archive:
         names = [name.partition("/")[2] for name in archive.getnames()]
@@ -99,7 +99,7 @@ def pytest_addoption(parser):
 
 @pytest.fixture
 def project(shell):
-    """A project in whose folder pytest has options of the names of ours, and settings that would be in the way."""
+    """A project whose pytest has options with the same names as ours, and conflicting settings."""
     (shell.folder / "conftest.py").write_text(THEIRS)
     (shell.folder / "pytest.ini").write_text("[pytest]\naddopts = --gpus theirs\npython_functions = theirs_*\n")
     (shell.folder / "test_theirs.py").write_text(
@@ -109,7 +109,7 @@ def project(shell):
 
 
 def test_nobody_s_options_collide_and_a_reproduction_runs_just_its_cell(project):
-    """A trainer that is wrong on two devices, and another one beside it, which has nothing to do with that."""
+    """A trainer that is wrong on two devices, and an unrelated one beside it."""
     assert "1 passed" in project("pytest -p no:cacheprovider")
 
     project("plumbline new-subject other.py")

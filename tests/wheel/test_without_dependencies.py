@@ -1,4 +1,4 @@
-"""``plumbline check`` and the marker ``ranks`` need torch alone: what ``pip install --no-deps`` leaves is enough."""
+"""``plumbline check`` and the marker ``ranks`` need only torch: ``pip install --no-deps`` suffices."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_ranks_add_up(rank, world_size):
 
 
 def installed_with(*names):
-    """Return these distributions and what they require, without their extras."""
+    """Return these distributions and their requirements, without extras."""
     found, wanted = {}, [*names]
     while wanted:
         name = wanted.pop()
@@ -86,7 +86,7 @@ def installed_with(*names):
 
 @pytest.fixture(scope="session")
 def bare_environment(wheel, tmp_path_factory):
-    """An environment with the wheel, torch and pytest, and with what these two require, as links to ours."""
+    """An environment with the wheel, torch, pytest, and the requirements of these two, as links to ours."""
     folder = tmp_path_factory.mktemp("bare")
     venv.create(folder, symlinks=True)
     (packages,) = folder.glob("lib/python*/site-packages")
@@ -102,7 +102,7 @@ def bare_environment(wheel, tmp_path_factory):
 
 @pytest.fixture
 def python(bare_environment, tmp_path, monkeypatch):
-    """Runs this environment's Python in an empty folder, and returns how it ended."""
+    """Runs this environment's Python in an empty folder, and returns the result."""
     monkeypatch.setenv("PATH", f"{bare_environment / 'bin'}:/usr/bin:/bin")
     for name in ("PYTHONPATH", "PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER"):
         monkeypatch.delenv(name, raising=False)

@@ -1,4 +1,4 @@
-"""A recorded rank on a CUDA device computes in the precision that it is judged by; a timed one as torch does."""
+"""A recorded rank on a CUDA device computes in the precision that it is judged by; a timed one like torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ALLOWED = {
     ("cuda", "socket"): [True, False, True, True],
     ("cpu", None): [True, False, True, True],
 }
-"""What a rank may do to its numbers, by its accelerator and by the socket of the barrier at which a timed one waits."""
+"""The allowed changes of a rank's arithmetic, by accelerator and by a timed rank's barrier socket."""
 
 
 def test_tf32_and_16_bit_reductions_are_off_where_a_cuda_rank_is_recorded(cell_of, tmp_path):

@@ -1,4 +1,4 @@
-"""What a rank is told arrives as it was sent."""
+"""A rank's assignment arrives as it was sent."""
 
 from __future__ import annotations
 

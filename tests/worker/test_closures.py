@@ -1,4 +1,4 @@
-"""A step whose closure computes the gradients that it takes is recorded with those, not with what was there before."""
+"""A step whose closure computes gradients is recorded with those, not with earlier ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A round begins on a core that is told, and is bound to none."""
+"""A round starts on a given core, but is not bound to it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="th
 
 @pytest.fixture
 def moves(monkeypatch):
-    """What the kernel is asked for, which it is asked for all the same."""
+    """The requests to the kernel, which are still carried out."""
     asked, move = [], os.sched_setaffinity
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: (asked.append(sorted(cores)), move(pid, cores)))
     return asked

@@ -1,4 +1,4 @@
-"""What layers draw is taken down with the samples it was drawn for, and a backward that draws anew is noticed."""
+"""Layers' draws are recorded with their samples, and a backward that draws again is detected."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAYERS = ["coins 1", "coins 2"]
 
 @pytest.fixture
 def recorded():
-    """Return a recorder and what trains one step of the workload while it looks on."""
+    """Return a recorder, and a function that trains one recorded step of the workload."""
     recorder, model = Recorder(), WORKLOAD.model()
     recorder.watch(model)
     optimizer = WORKLOAD.optimizer(model.parameters())

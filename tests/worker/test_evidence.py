@@ -1,4 +1,4 @@
-"""A rank's file reads back as it was written; a file that is not whole is a TraceError and nothing else."""
+"""A rank's file reads back as it was written; a damaged file raises a TraceError and nothing else."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def trace_of(parameters, error=None):
 
 @pytest.fixture
 def whole(tmp_path):
-    """A small whole file, as bytes, and the trace in it."""
+    """A small complete file, as bytes, and the trace in it."""
     trace = trace_of({"weight": torch.tensor([[1.0, -2.5]]), "bias": torch.tensor(0.5)})
     write_rank(str(tmp_path / "rank.safetensors"), trace)
     return (tmp_path / "rank.safetensors").read_bytes(), trace

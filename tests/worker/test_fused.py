@@ -1,4 +1,4 @@
-"""A fused optimizer unscales gradients and skips steps in its kernel: it is recorded, and judged, like any other."""
+"""A fused optimizer unscales gradients and skips steps in its kernel: it is recorded and judged like any other."""
 
 from __future__ import annotations
 

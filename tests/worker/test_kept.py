@@ -1,4 +1,4 @@
-"""What a rank keeps of a DTensor: its block and where that belongs, or that it is none. In a world of one, for real."""
+"""A rank keeps a DTensor's block and its place, or that it has none. Tested in a real world of one rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WHOLE = torch.arange(12.0).view(4, 3)
 
 @pytest.fixture(scope="module")
 def mesh():
-    """A mesh of this process alone."""
+    """A mesh of this process only."""
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield init_device_mesh("cpu", (1, 1))
@@ -30,7 +30,7 @@ def mesh():
 
 @pytest.fixture
 def store(tmp_path):
-    """One that would take tensors of that size, were they no DTensors."""
+    """A store that would take tensors of that size if they were not DTensors."""
     return TensorStore(str(tmp_path), 2)
 
 

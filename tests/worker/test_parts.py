@@ -1,4 +1,4 @@
-"""Several optimizers with parts of their own make one step, at once or in turns; anything else is another step."""
+"""Several optimizers with different parameters make one step, together or in turns; anything else is another step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Two(nn.Module):
 
 @pytest.fixture
 def training():
-    """A recorder, and what a loop needs; nothing is hooked beyond this test's own optimizers."""
+    """A recorder, and what a loop needs; only this test's own optimizers are hooked."""
     recorder, model = Recorder(), Two()
     recorder.watch(model)
     optimizers = [torch.optim.SGD(model.trunk.parameters(), lr=0.1), torch.optim.Adam(model.head.parameters(), lr=0.01)]

@@ -1,4 +1,4 @@
-"""What the recorder takes for training, and what for an evaluation; who has seen how much at which moment."""
+"""What the recorder treats as training, and what as evaluation; and how much each model has seen at which time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from plumbline.workloads import WORKLOADS
 
 
 class Watched:
-    """A model with a recorder on it, which is not hooked into torch: steps are told by hand."""
+    """A model with a recorder that is not hooked into torch: steps are reported by hand."""
 
     def __init__(self, name="mlp"):
         self.workload = WORKLOADS[name]
@@ -90,7 +90,7 @@ def test_an_evaluation_in_training_mode_says_so():
 def test_a_step_begins_with_the_buffers_of_its_first_training_forward():
     watched = Watched("validation")
     watched.evaluate(0, 1, 2)
-    watched.model.norm.running_mean.fill_(7.0)  # as when ranks share their buffers
+    watched.model.norm.running_mean.fill_(7.0)  # like ranks that share their buffers
     watched.forward(0, 1, 2).backward()
     watched.step()
     assert watched.trace.steps[0].buffers["norm.running_mean"].eq(7.0).all()
@@ -111,7 +111,7 @@ def test_a_report_knows_how_much_was_trained_on():
 
 
 def test_of_several_models_the_one_that_is_trained_is_recorded():
-    """A trainer may ask for the models of all of its processes before it starts them."""
+    """A trainer may ask for the models of all its processes before it starts them."""
     watched = Watched()
     watched.recorder.watch(watched.workload.model())
     watched.forward(0, 1).backward()

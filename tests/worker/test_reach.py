@@ -1,4 +1,4 @@
-"""A node finds out which others it can reach, all of them at once and within a limit."""
+"""A node finds out which others it can reach, all at once and within a time limit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from plumbline.trainer.environments import free_port
 from plumbline.worker.server import ConnectivityProbe, reach
 
 ELSEWHERE = "192.0.2.1"
-"""An address that is nobody's (RFC 5737)."""
+"""An unassigned address (RFC 5737)."""
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def test_those_that_listen_are_reached_and_others_named(ways):
 
 
 def test_those_that_keep_silent_are_named_at_the_limit():
-    """A full queue of connections answers nobody, as a firewall that drops."""
+    """A full connection queue does not answer, like a firewall that drops packets."""
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
         place = full.getsockname()
         waiting = [socket.socket() for _ in range(8)]

@@ -1,4 +1,4 @@
-"""What processes say on their lines is heard in order, and their ends as they come; strangers are not listened to."""
+"""Messages of processes are received in order, with their ends; strangers are ignored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that share weights out leave the evidence that ranks with copies leave, and none of them waits for another."""
+"""Ranks that shard weights leave the same evidence as ranks with copies, and none of them waits for another."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SUBJECTS = Path(__file__).parent / "subjects" / "sharded.py"
 
 @pytest.fixture
 def trained(warm_pool, cell_of, tmp_path):
-    """Return the trace of one of the trainers, and the folder in which it lies."""
+    """Return the trace of one of the trainers, and its folder."""
 
     def trained(subject, topology, workload="mlp", precision="64", store_above=2**16):
         backend = {"copies": "ddp", "zero": "zero", "flat-parts": "zero"}.get(subject, "fsdp")
@@ -33,7 +33,7 @@ def trained(warm_pool, cell_of, tmp_path):
 
 
 def tensors(trace):
-    """Yield each rank's tensors, by where they are."""
+    """Yield each rank's tensors by their location."""
     for rank in trace.ranks:
         for number, step in enumerate(rank.steps):
             for part in ("before", "gradients", "after"):
@@ -118,7 +118,7 @@ def test_a_part_that_cannot_be_one_is_an_error_that_names_it(name, part, said):
 
 @pytest.mark.parametrize("topology", ["1x2", "1x4"])
 def test_blocks_that_are_declared_are_put_together(topology, trained):
-    """Columns, tiles and rows of weights, and parts without entries: at 4 ranks two of them have none of the bias."""
+    """Columns, tiles and rows of weights, and empty parts: with 4 ranks, two have none of the bias."""
     shared, _ = trained("tiles", topology)
     copies, _ = trained("copies", topology)
     found, expected = dict(tensors(shared)), dict(tensors(copies))

@@ -1,4 +1,4 @@
-"""A sketch is linear, as long as what it stands for, the same everywhere, and tells any two tensors apart."""
+"""A sketch is linear, has the norm of its tensor, is the same everywhere, and distinguishes any two tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step that a trainer's own loss scaler skips is recorded as one that was due, with its samples and its scale."""
+"""A step that a trainer's own loss scaler skips is recorded as due, with its samples and its scale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Large tensors are written once for all ranks that hold equal ones, and read as they were."""
+"""Large tensors are written once for all ranks with equal ones, and read back unchanged."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_ranks_that_agree_share_a_tensor_and_one_that_differs_has_its_own(tmp_pa
     assert not torch.equal(first["weight"], third["weight"])
     assert torch.equal(third["weight"], model.weight)
     assert all(torch.equal(rank["bias"], model.bias) for rank in (first, second, third))
-    assert list(first) == ["bias", "weight"]  # the order of a file, by which ties are broken
+    assert list(first) == ["bias", "weight"]  # ties are broken by the order in the file
 
 
 def test_the_recorder_notices_what_stands_still(store):

@@ -1,4 +1,4 @@
-"""A workload says into how many blocks its model can be cut: as many as the reference trainer finds."""
+"""A workload declares how many blocks its model can be divided into, as the reference trainer finds them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_batches_that_leave_a_layer_unused_pass_wherever_the_model_is_cut(name):
 
 
 def batches_of(workload):
-    """Yield the micro-batches of an epoch, of four samples each."""
+    """Yield an epoch's micro-batches of four samples each."""
     samples = workload.dataset(2)
     for start in range(0, workload.samples(2), 4):
         yield samples.batch(range(start, start + 4))
@@ -64,5 +64,5 @@ def declared(model):
 
 
 def leaves(model):
-    """Return the modules that have no others inside."""
+    """Return the modules without children."""
     return [part for part in model.modules() if not list(part.children())]

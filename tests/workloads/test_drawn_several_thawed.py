@@ -1,4 +1,4 @@
-"""Masks that are drawn, optimizers that share a model, and a layer that thaws: each as its file says."""
+"""Drawn masks, optimizers that share a model, and a layer that thaws: each as its file says."""
 
 from __future__ import annotations
 
@@ -92,5 +92,5 @@ def test_the_oracle_begins_where_the_step_began(seen):
     oracle = Oracle(workload, 2)
     oracle._buffers = {"seen": torch.tensor(seen), "latest": torch.zeros(32)}
     layout = (((tuple(range(12)),), (tuple(range(12, 24)),)),)
-    for _ in range(4):  # however often it is asked
+    for _ in range(4):  # at every call
         assert ("late.weight" in oracle.gradient(layout)) == (seen >= workload.steps_per_epoch)

@@ -1,4 +1,4 @@
-"""The narrow workloads: each has in it what it needs to expose its mistakes, and is planned where that suffices."""
+"""The narrow workloads: each can expose its mistakes, and is planned where that suffices."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ABLE = Declaration("able", "able.py", tuple(BACKENDS), {EVERY_OTHER: PRECISIONS}
 
 
 def in_order(workload, devices):
-    """The layouts of an epoch's batches, in order, on one device."""
+    """Return the layouts of an epoch's batches, in order, on one device."""
     count, size = len(workload.dataset(devices)), workload.global_batch_size(devices)
     return [(((tuple(range(start, min(start + size, count))),),),) for start in range(0, count, size)]
 
@@ -41,7 +41,7 @@ def cells(**options):
 
 
 SEVERAL = [one for one in BACKENDS.values() if one.dimensions and not one.chosen_by_trainer and not one.sampled]
-"""Backends of several devices of which cells are planned though nobody named them."""
+"""Backends with several devices whose cells are planned without being named."""
 
 
 def test_the_needs_of_every_workload_can_be_declared():
@@ -53,7 +53,7 @@ def test_a_narrow_workload_has_few_cells_whether_or_not_it_is_asked_for(name):
     asked = cells(gpus=8, workloads=(name,))
     assert asked == [cell for cell in cells(gpus=8) if cell.workload == name]
     places = {(cell.backend, str(cell.topology)) for cell in asked}
-    asks_one = not WORKLOADS[name].elastic and not WORKLOADS[name].experts  # an elastic one comes from other devices
+    asks_one = not WORKLOADS[name].elastic and not WORKLOADS[name].experts  # elastic ones use other devices
     alone = {("none", "1x1")} if asks_one else set()
     suited = [one for one in SEVERAL if (one.opt_in if WORKLOADS[name].experts else not one.divides_experts)]
     # The last batch of metrics does not divide into micro-batches.
@@ -75,8 +75,8 @@ def test_a_small_budget_still_has_several_devices():
 def test_what_nccl_cannot_average_is_refused_where_there_is_nccl(accelerator):
     refused = {
         p.cell.backend for p in plan(Matrix(4, workloads=("embedding-sparse",), accelerator=accelerator), [ABLE])
-        if p.refusal and p.cell.parallelism.micro_batches == 1  # stages are refused for a reason of their own
-        and (accelerator == "cuda" or not p.cell.parallelism.divides_sequences)  # there is no sequence
+        if p.refusal and p.cell.parallelism.micro_batches == 1  # stages are refused for another reason
+        and (accelerator == "cuda" or not p.cell.parallelism.divides_sequences)  # it has no sequence
     }  # fmt: skip
     several = {
         one.name
@@ -159,7 +159,7 @@ def test_masks_follow_the_sample_the_layer_and_the_unit():
     assert torch.equal(KeyedDropout(1)(x, index[order]), masks[order])
     assert set(masks.unique().tolist()) == {0.0, 2.0}
     assert torch.equal(KeyedDropout(1).eval()(x, index), x)
-    # Independent fair coins: correlations of 500 × 64 of them are within 5 standard deviations.
+    # Independent fair coins: correlations of 500 × 64 tosses are within 5 standard deviations.
     coins, others = masks - 1, KeyedDropout(2)(x, index) - 1
     for product in (coins, coins * others, coins[1:] * coins[:-1], coins[:, 1:] * coins[:, :-1]):
         assert abs(float(product.mean())) < 5 / product.numel() ** 0.5
@@ -246,7 +246,7 @@ def test_only_float16_overflows_and_only_where_it_is_planned(devices, scale):
                 ((gradient,),) = oracle.group_gradients((((tuple(rank.tolist()),),),), scale)
                 finite.append(all(bool(value.isfinite().all()) for value in gradient.values()))
             if precision is not None and precision.scaled:
-                if scale <= 2.0**16:  # above it ordinary samples may overflow as well
+                if scale <= 2.0**16:  # above it, ordinary samples may overflow too
                     assert finite.count(False) == (step == 1)
                 else:
                     assert step != 1 or not all(finite)
@@ -268,7 +268,7 @@ def test_an_evaluation_falls_into_a_window():
     evaluations = range(workload.validate_every, workload.steps_per_epoch + 1, workload.validate_every)
     inside = [number for number in evaluations if number % workload.accumulate and number < workload.steps_per_epoch]
     assert inside
-    # More than one micro-batch is left of that window: what is lost is not all but the last one.
+    # More than one micro-batch is left of that window, so the loss differs from losing all but the last one.
     assert workload.accumulate - inside[0] % workload.accumulate > 1
 
 
@@ -277,7 +277,7 @@ INTERRUPTED = [name for name, workload in WORKLOADS.items() if workload.interrup
 
 @pytest.mark.parametrize("name", INTERRUPTED)
 def test_an_interruption_is_in_the_middle_of_the_second_epoch(name):
-    """There are steps of the epoch before it and after it, also where one in each epoch is skipped and not counted."""
+    """Steps of the epoch come before and after it, even if one in each epoch is skipped and not counted."""
     workload = WORKLOADS[name]
     steps = -(-workload.steps_per_epoch // workload.accumulate)
     skipped = workload.epochs if "16" in workload.precisions else 0
@@ -317,9 +317,9 @@ def test_what_is_remembered_follows_from_the_weights_and_changes_what_follows():
 
 
 def test_one_device_more_or_less_has_the_same_batches():
-    """Else an elastic training could not be the same with another number of devices."""
+    """Otherwise, an elastic training could not match on another number of devices."""
     workload = WORKLOADS["checkpoint-elastic"]
     assert {workload.global_batch_size(devices) for devices in (1, 2, 3, 4, 6)} == {workload.batch_size}
     position = workload.interrupt_after - workload.steps_per_epoch
-    for then, now in ((2, 3), (3, 2)):  # a place that each rank counts for itself is nowhere near the right one
+    for then, now in ((2, 3), (3, 2)):  # a position counted per rank is far from the right one
         assert abs(position * now // then - position) > 1

@@ -1,4 +1,4 @@
-"""A batch of the job's data can be moved as a whole, however a script does it."""
+"""A batch of the job's data can be moved as a whole, in any of the usual ways."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every training problem promises: the same weights and data everywhere, and a loss that can be trained on."""
+"""All training problems: the same weights and data everywhere, and a loss that can be trained on."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def job_of(cell_of):
     [("mlp", 6), ("accumulation", 4), ("perf-mlp", PERFORMANCE["perf-mlp"].extent(1).steps_in_all)],
 )
 def test_a_job_says_how_many_steps_the_training_has(job_of, cell_of, workload, steps):
-    """Two epochs of three batches; of five batches in windows of three, the last of which is short."""
+    """Two epochs of three batches, or of five batches in windows of three, the last of which is short."""
     assert job_of(cell_of(workload, "none", "1x1")).steps == steps
 
 

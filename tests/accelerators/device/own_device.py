@@ -89,11 +89,11 @@ def is_own(value):
 
 
 def wrap(data):
-    """Return a tensor on the device with these numbers, which it shares."""
+    """Return a tensor on the device that shares these numbers."""
     module.started = True
     tensor = torch._C._acc.create_empty_tensor(data.shape, data.dtype)
     key = tensor.untyped_storage()._cdata
-    if key in _DATA:  # the address of a storage that is gone
+    if key in _DATA:  # the address of a freed storage
         module.allocated -= _DATA[key].nbytes
     _DATA[key] = data
     module.allocated += data.nbytes
@@ -104,12 +104,12 @@ def wrap(data):
 
 
 def unwrap(value):
-    """Return a tensor's numbers, on the CPU; other values as they are."""
+    """Return a tensor's numbers on the CPU; return other values unchanged."""
     if is_own(value):
         data = _DATA[value.untyped_storage()._cdata]
         if (data.shape, data.stride(), data.dtype) == (value.shape, value.stride(), value.dtype):
             return data
-        # torch has made a view of the empty storage: the same one of the numbers' storage.
+        # torch has made a view of the empty storage; make the same view of the numbers' storage.
         begin = data.storage_offset() * data.itemsize // value.itemsize + value.storage_offset()
         view = torch.empty(0, dtype=value.dtype)
         return view.set_(data.untyped_storage(), begin, value.shape, value.stride())
@@ -117,7 +117,7 @@ def unwrap(value):
 
 
 def _kernel(op, *args, **kwargs):
-    """Run an operator on the CPU; what it wrote in place stays the tensor that it was."""
+    """Run an operator on the CPU; tensors that it changes in place keep their identity."""
     if op in _COPIES:
         unwrap(args[1]).copy_(unwrap(args[0]))
         return args[1]
@@ -126,7 +126,7 @@ def _kernel(op, *args, **kwargs):
     def on_cpu(value):
         number = unwrap(value)
         if is_own(value):
-            given[id(number)] = (value, number)  # the number is kept, so that its id stays its own
+            given[id(number)] = (value, number)  # keep the number, so that its id is not reused
         return number
 
     inputs, options = tree_map(on_cpu, (args, kwargs))
@@ -146,13 +146,13 @@ def _kernel(op, *args, **kwargs):
 
 
 def _as_tensor(value, argument):
-    """Return a number as a tensor where the operator takes no number: torch passes wrapped numbers as such."""
+    """Return a number as a tensor if the operator does not accept numbers: torch passes wrapped numbers as such."""
     is_number = isinstance(value, (bool, int, float)) and str(argument.type) == "Tensor"
     return torch.tensor(value) if is_number else value
 
 
 class _Drawing:
-    """Let an operator that draws random numbers draw from the device's generator."""
+    """Makes an operator that draws random numbers use the device's generator."""
 
     def __init__(self, op):
         self.draws = torch.Tag.nondeterministic_seeded in op.tags
@@ -214,6 +214,6 @@ def load():
     every.fallback(_kernel, "PrivateUse1")
     _libraries.append(every)
     torch.Tensor.__deepcopy__ = _copied
-    # Module.to replaces parameters one by one otherwise, and would tear tied weights apart.
+    # Otherwise, Module.to replaces parameters one by one, and unties tied weights.
     torch.__future__.set_swap_module_params_on_conversion(True)
     dist.Backend.register_backend(BACKEND, OwnGroup, devices=[NAME])

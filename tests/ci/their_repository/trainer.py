@@ -1,4 +1,4 @@
-"""A trainer of a project that is not ours: data parallel, with gradient accumulation, clipping and checkpoints."""
+"""A user's trainer: data parallel, with gradient accumulation, clipping and checkpoints."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Options:
 
 
 class Trainer:
-    """Trains a model on all ranks of a process group that exists."""
+    """Trains a model on all ranks of an existing process group."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, options: Options) -> None:
         self.model = model
@@ -75,7 +75,7 @@ class Trainer:
 
 
 def start() -> tuple[int, int]:
-    """Join the process group that a launcher has described, and return this rank and the number of ranks."""
+    """Join the launcher's process group; return this rank and the number of ranks."""
     if "RANK" not in os.environ:
         return 0, 1
     torch.distributed.init_process_group("gloo")

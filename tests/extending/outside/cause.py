@@ -1,4 +1,4 @@
-"""A cause that Plumbline does not know: the last micro-batch of a window counts half."""
+"""A cause that is not in Plumbline: the last micro-batch of a window counts half."""
 
 from __future__ import annotations
 

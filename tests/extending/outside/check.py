@@ -1,4 +1,4 @@
-"""A check that Plumbline does not know: no optimizer steps with a large gradient."""
+"""A check that is not in Plumbline: no optimizer steps with a large gradient."""
 
 from __future__ import annotations
 

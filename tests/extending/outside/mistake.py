@@ -1,4 +1,4 @@
-"""A trainer with a mistake that nobody has thought of: each row of the first gradient is in reverse order."""
+"""A trainer with an unusual mistake: each row of the first gradient is in reverse order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A precision, and a trainer that has it: one file, given to ``--subject``, and to pytest's ``-p``."""
+"""A precision, and a trainer that supports it: one file, given to ``--subject``, and to pytest's ``-p``."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class _Regression(nn.Module):
 
 
 class Regression(Workload):
-    """Linear regression with a loss that forgives outliers."""
+    """Linear regression with a loss that is robust to outliers."""
 
     name = "regression"
     exposes = "what the built-in workloads expose"

@@ -1,4 +1,4 @@
-"""A trainer whose second host pretends, when it is imported there, to be another machine than the first."""
+"""A trainer that makes the second host look like a different machine when it is imported there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trainers on meshes with one mistake each; every rank is a process of its own."""
+"""Trainers on meshes with one mistake each; every rank is a separate process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from plumbline.subjects.torch_tp import Tp
 
 @subject(name="tp-by-rank", backends=["tp", "ddp+tp"], capabilities=CAPABILITIES)
 def tp_by_rank(job):
-    """The sampler counts ranks, not replicas: those of one tensor-parallel group draw different samples."""
+    """Shards samples by rank instead of replica, so ranks of a tensor-parallel group draw different samples."""
     trainer = Tp(job)
     job.data_rank, job.data_ranks = job.rank, job.world_size
     fit(job, trainer)
@@ -18,7 +18,7 @@ def tp_by_rank(job):
 
 @subject(name="experts-not-divided", backends=["ep"], capabilities=CAPABILITIES)
 def experts_not_divided(job):
-    """The gradients of experts are the sums over all ranks' losses, not their means."""
+    """Does not divide the gradients of experts, so they are sums over all ranks' losses."""
 
     class Mistaken(Ep):
         def before_step(self):

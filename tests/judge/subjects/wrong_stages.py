@@ -1,4 +1,4 @@
-"""The reference trainer with one mistake in its pipeline each; every rank is a process of its own, so patches end."""
+"""The reference trainer with one mistake in its pipeline; every rank is a separate process, so patches end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from plumbline.trainer.balanced import pipeline, shared_weights, stage_training
 
 
 def mistaken(name):
-    """Declare a function that makes the mistake, given the job, before the reference trainer trains it."""
+    """Declare a function that makes the mistake, given the job, before the reference trainer trains."""
 
     def declare(make):
         @subject(name=name, backends=["balanced"], capabilities=reference.CAPABILITIES)
@@ -25,7 +25,7 @@ def mistaken(name):
 
 @mistaken("stage-doubled")
 def stage_doubled(job):
-    """The gradients of the second stage are twice as large."""
+    """Doubles the gradients of the second stage."""
     complete = stage_training.RunningStage.complete
 
     def doubled(self, optimizer):
@@ -40,7 +40,7 @@ def stage_doubled(job):
 
 @mistaken("tie-lost")
 def tie_lost(job):
-    """Each stage keeps its own gradient of a weight that both of them hold."""
+    """Each stage keeps its own gradient of a weight that both hold."""
     shared_weights.SharedWeights.add_gradients = lambda self, own: None
 
 

@@ -1,4 +1,4 @@
-"""Trainers that end in every way there is. Nothing here sleeps: who hangs waits for what never comes."""
+"""Trainers that end in all possible ways. They do not sleep: a hanging one waits for something that never happens."""
 
 from __future__ import annotations
 

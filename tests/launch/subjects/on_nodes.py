@@ -1,4 +1,4 @@
-"""Trainers for nodes of every kind: they say what they were told, die on a node or with it, or wait in the middle."""
+"""Trainers for several nodes: they report their environment, die on a node or with it, or wait in the middle."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def takes_its_node_along_once(job):
 
 @subject(name="waits-in-the-middle", backends=["ddp"])
 def waits_in_the_middle(job):
-    """Touch a file after the first step, and go on when there is another."""
+    """Touch a file after the first step, and continue when another one exists."""
     folder = Path(os.environ["PLUMBLINE_TEST_FOLDER"])
 
     def wait():

@@ -1,4 +1,4 @@
-"""The reference trainer where it has to start its ranks by itself, forked or spawned."""
+"""The reference trainer where it has to start its ranks itself, forked or spawned."""
 
 from __future__ import annotations
 

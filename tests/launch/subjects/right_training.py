@@ -1,4 +1,4 @@
-"""The training loop that the subjects beside this file share: right, unless it is told otherwise."""
+"""The training loop shared by the other subjects in this folder: right by default."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 
 def for_ever():
-    """Hang, and say so in the log."""
+    """Report in the log, and hang."""
     os.write(1, b"hangs\n")
     threading.Event().wait()
 

@@ -1,4 +1,4 @@
-"""A training script, started by torchrun from a subject: it asks for its job."""
+"""A training script that a subject starts with torchrun: it asks for its job."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Trainers that start their ranks by themselves, in every way there is, and ranks that end in every way."""
+"""Trainers that start their ranks themselves, in all possible ways, and ranks that end in all possible ways."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCRIPT = Path(__file__).with_name("script.py")
 
 def child(place, job, model, settings):
     for tensor in (*model.parameters(), *model.buffers()):
-        tensor.data = tensor.data.clone()  # a pickled model's memory is shared
+        tensor.data = tensor.data.clone()  # pickling shares the model's memory
     if settings.get("sums"):
         settings = {"factor": float(job.world_size)}
     fit(job, model=model, rank=job.node_rank * job.gpus + place, **settings)
@@ -102,7 +102,7 @@ for ends in WAYS_TO_END:
 
 @subject(name="plain-scripts", backends=["ddp"], launch="node")
 def plain_scripts(job):
-    """Start a script a rank, and tell each of them what torchrun would."""
+    """Start one script per rank, with torchrun's environment variables."""
     running = []
     for index in range(job.gpus):
         told = {"RANK": job.node_rank * job.gpus + index, "LOCAL_RANK": index, "WORLD_SIZE": job.world_size}
@@ -113,7 +113,7 @@ def plain_scripts(job):
 
 @subject(name="trains-itself", backends=["none", "ddp"], launch="node")
 def trains_itself(job):
-    """Be the first rank, and start the others."""
+    """Run the first rank in this process, and start the others."""
     own = job.model()
     others = multiprocessing.get_context("fork")
     started = [others.Process(target=child, args=(index, job, own, {})) for index in range(1, job.gpus)]
@@ -144,7 +144,7 @@ def alone(place, job, model):
 
 @subject(name="two-of-a-rank", backends=["ddp"], launch="node")
 def two_of_a_rank(job):
-    """Start both ranks twice, each time in a world of its own."""
+    """Start both ranks twice, each time in a separate world."""
     for port in (0, 1):
         os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + port)
         start_processes(child, (job, job.model(), {}), job.gpus, start_method="fork")

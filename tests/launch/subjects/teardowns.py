@@ -1,4 +1,4 @@
-"""Right trainers that tear down in every way, and some that hang there. Nothing sleeps: who hangs waits for ever."""
+"""Right trainers that tear down in all possible ways; some hang there, waiting for something that never happens."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from plumbline import subject
 
 def hold_the_interpreter_lock_for_ever():
     os.write(1, b"hangs\n")
-    ctypes.PyDLL(None).pause()  # PyDLL keeps the lock while it calls
+    ctypes.PyDLL(None).pause()  # PyDLL holds the GIL during calls
 
 
 @subject(name="destroys", backends=["ddp"])
 def destroys(job):
     model = fit(job)
     destroy_process_group()
-    assert model is not None  # it outlives its group, as in every tutorial
+    assert model is not None  # it outlives its process group, as in every tutorial
 
 
 @subject(name="releases-first", backends=["ddp"])

@@ -1,4 +1,4 @@
-"""Trainers to be timed: one that keeps its own time, some that end badly, some that do not do what is asked."""
+"""Trainers to time: one that keeps its own time, some that end badly, some that train wrongly."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def at_once(number, step, begun):
 
 
 def fit(job, around_step=at_once, *, shares=True, joins=True, batches=None):
-    """Train ``job`` plainly; ``around_step(number, step)`` has to call ``step``."""
+    """Train ``job`` plainly; ``around_step(number, step)`` must call ``step``."""
     model = job.model()
     if job.world_size > 1 and joins:
         torch.distributed.init_process_group(job.comm)
@@ -50,7 +50,7 @@ def plain(job):
 
 @subject(name="keeps-time", backends=["none", "ddp"])
 def keeps_time(job):
-    """Note, by its own clock, when each forward began and between which moments each step ended."""
+    """Record, by its own clock, when each forward starts, and the moments around the end of each step."""
     noted = []
 
     def note(number, step, begun):
@@ -63,7 +63,7 @@ def keeps_time(job):
 
 
 def at_the_fortieth(do):
-    """Return what does something on the last rank, in the middle of a round."""
+    """Return a function that acts on the last rank, in the middle of a round."""
 
     def train(job):
         def maybe(number, step, begun):
@@ -100,13 +100,13 @@ def stops_early(job):
 
 @subject(name="goes-on", backends=["none", "ddp"])
 def goes_on(job):
-    """Step twice a batch."""
+    """Step twice per batch."""
     fit(job, lambda number, step, begun: (step(), step()))
 
 
 @subject(name="alone", backends=["none", "ddp"])
 def alone(job):
-    """Train each rank on its share and never let them meet."""
+    """Train each rank on its share, without communication."""
     fit(job, joins=False)
 
 

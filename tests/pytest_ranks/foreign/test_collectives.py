@@ -1,4 +1,4 @@
-"""Collectives over gloo, as a library that wraps them would test its own."""
+"""Collectives over gloo, as a library that wraps them would test them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DistributedDataParallel, as a trainer that uses it would test what it relies on."""
+"""DistributedDataParallel, as a trainer that uses it would test it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class TwoHeads(torch.nn.Module):
-    """A body and two heads, of which a call uses one."""
+    """A body and two heads, one of which is used per call."""
 
     def __init__(self):
         super().__init__()
@@ -27,7 +27,7 @@ def inputs():
 
 @pytest.fixture
 def alone(inputs):
-    """A model, and the gradients of its mean loss over all inputs in one process; made before there are ranks."""
+    """A model, and its gradients over all inputs in one process; computed before ranks exist."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1)).double()
     model(inputs).pow(2).mean().backward()
     gradients = [parameter.grad.clone() for parameter in model.parameters()]

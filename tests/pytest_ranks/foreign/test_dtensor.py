@@ -1,4 +1,4 @@
-"""DTensor, tensor parallelism, FSDP2 and checkpoints of shards, as a library on top of them would test its own."""
+"""DTensor, tensor parallelism, FSDP2 and sharded checkpoints, as a library on top of them would test them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 @pytest.fixture
 def mesh(rank, world_size):
-    """All ranks in a row. It uses the rank, so each rank has its own, and the group is there."""
+    """A one-dimensional mesh of all ranks; it is created on each rank, in the process group."""
     return init_device_mesh("cpu", (world_size,))
 
 

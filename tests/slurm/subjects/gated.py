@@ -1,4 +1,4 @@
-"""A right trainer that, on two nodes, waits until a file is there: what befalls the job meanwhile is the test's."""
+"""A right trainer that, on two nodes, waits until a file exists; meanwhile, the test acts on the job."""
 
 from __future__ import annotations
 

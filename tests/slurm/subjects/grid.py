@@ -15,7 +15,7 @@ NODES, GPUS = 2, 1
 
 
 class Slope(Module):
-    """The gradient of its one weight is 1, whatever the batch: after a step of SGD it is -learning_rate * factor."""
+    """The gradient of its only weight is 1 for any batch: after a step of SGD, it is -learning_rate * factor."""
 
     def __init__(self, hparams):
         super().__init__()
@@ -53,7 +53,7 @@ if __name__ == "__main__":
     cluster.per_experiment_nb_nodes = NODES
     cluster.per_experiment_nb_gpus = GPUS
     cluster.job_time = "00:05:00"
-    cluster.add_command("export MASTER_ADDR=127.0.0.1")  # the nodes of this cluster have no names that lead anywhere
+    cluster.add_command("export MASTER_ADDR=127.0.0.1")  # this cluster's node names do not resolve
     cluster.add_command("export OMP_NUM_THREADS=1")
     cluster.add_slurm_cmd(cmd="ntasks-per-node", value=GPUS, comment="one task a gpu")
     cluster.optimize_parallel_cluster_gpu(main, nb_trials=9, job_name="grid")

@@ -1,4 +1,4 @@
-"""Which blocks are found in a module's forward, that they compose to it, and that finding them changes nothing."""
+"""The blocks found in a module's forward: they compose to it, and finding them changes nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOKENS = torch.randint(0, 20, (4, 5), generator=torch.Generator().manual_seed(1)
 
 
 class Walked(nn.Module):
-    """A list of layers between an entry and a head, with a reshaping in between that is no module."""
+    """A list of layers between an entry and a head, with a reshape in between that is not a module."""
 
     def __init__(self):
         super().__init__()
@@ -41,7 +41,7 @@ class Layer(nn.Module):
 
 
 class Language(nn.Module):
-    """Positions are added in the forward, and the head has the embedding's weights."""
+    """Adds positions in the forward; the head shares the embedding's weights."""
 
     def __init__(self):
         super().__init__()
@@ -58,7 +58,7 @@ class Language(nn.Module):
 
 
 class Skipping(Walked):
-    """The entry's output is used again after the layers."""
+    """Uses the entry's output again after the layers."""
 
     def forward(self, inputs):
         first = value = self.entry(inputs)
@@ -68,7 +68,7 @@ class Skipping(Walked):
 
 
 class Declaring(Language):
-    """Two of the layers are one block: what it leaves out goes with the block before."""
+    """Declares two of the layers as one block; the rest joins the block before."""
 
     def configure_blocks(self):
         return [self.tokens, self.layers[0], self.layers[2]]
@@ -154,7 +154,7 @@ def test_batch_norm_cannot_take_one_sample_so_there_are_fewer_micro_batches(plan
 
 
 class Measuring(Walked):
-    """The size of what the first layer returns decides what follows."""
+    """The size of the first layer's output decides what follows."""
 
     def forward(self, inputs):
         value = self.layers[0](self.entry(inputs))
@@ -162,7 +162,7 @@ class Measuring(Walked):
 
 
 class Stashing(Walked):
-    """The first layer leaves a tensor in an attribute, which is used at the end."""
+    """The first layer stores a tensor in an attribute, which is used at the end."""
 
     def forward(self, inputs):
         value = self.entry(inputs)
@@ -176,7 +176,7 @@ class Keeping(nn.Linear):
 
 
 class Filling(Walked):
-    """Rows of a tensor that the step has made are filled with what layers return."""
+    """Fills rows of a tensor with the layers' outputs."""
 
     def forward(self, inputs):
         rows = torch.zeros(4, 10)
@@ -187,7 +187,7 @@ class Filling(Walked):
 
 
 class Centering(Walked):
-    """A buffer, used at the begin, follows what a layer returns."""
+    """A buffer that is used at the start follows a layer's output."""
 
     def __init__(self):
         super().__init__()
@@ -200,7 +200,7 @@ class Centering(Walked):
 
 
 class Overwriting(Walked):
-    """A half of what the entry returns is changed, and then both are used."""
+    """Changes half of the entry's output, and then uses both."""
 
     def forward(self, inputs):
         value = self.entry(inputs)

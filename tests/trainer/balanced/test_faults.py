@@ -1,4 +1,4 @@
-"""A stage that raises, dies or hangs, wherever it is, ends the training with a sentence about it and leaves nobody."""
+"""A stage that raises, dies or hangs, anywhere, ends the training with a message about it and leaves no process."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def hangs():
 
 
 class Failing(Module):
-    """In one of three batches something happens to one stage, at one place."""
+    """In one of three batches, one stage fails at one place."""
 
     def __init__(self, fault=None, place=None, stage=None, step=1):
         super().__init__()
         self.fault, self.place, self.stage, self.step = fault, place, stage, step
-        # Each stage has a weight, whose gradient calls the hook, wherever the plan cuts.
+        # Wherever the plan cuts, each stage has a weight whose gradient calls the hook.
         self.net = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 7), nn.Linear(7, 1))
 
     def reach(self, place):
@@ -67,7 +67,7 @@ class Failing(Module):
 
 
 class Batches:
-    """A loader of the user's own."""
+    """A user's own loader."""
 
     def __init__(self, module, loader):
         self.module, self.loader = module, loader
@@ -89,7 +89,7 @@ def fails(module, devices, sentence, **options):
 
 
 def at_each_place(devices):
-    """Each place with each stage; only the first one draws batches."""
+    """Each place with each stage; only the first stage draws batches."""
     every = [(place, stage, devices) for place in PLACES for stage in range(devices)]
     return [one for one in every if one[0] != "loader" or one[1] == 0]
 

@@ -1,4 +1,4 @@
-"""Partitions against every partition that there is."""
+"""Partitions compared with all possible partitions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def stage_seconds(measured, stage):
 
 
 def micro_batch_bytes(measured, first, last, returned=True):
-    """What blocks keep of one micro-batch, each travelling tensor found by where it is."""
+    """Return the bytes that blocks keep of one micro-batch, with each travelling tensor found by its location."""
     total = sum(block.saved_bytes for block in measured.blocks[first:last])
     for tensor in measured.travelling:
         keepers = [block for block in tensor.keepers if first <= block < last]
@@ -44,7 +44,7 @@ def micro_batch_bytes(measured, first, last, returned=True):
 
 
 def stage_bytes(measured, stage, number, stages, micro_batches):
-    """Peak bytes, each tied weight found by looking at which of its blocks are held."""
+    """Return a stage's peak bytes, with each tied weight found by the blocks that hold it."""
     first, last = stage.first, stage.last
     held = set(range(first, last))
     state = sum(measured.blocks[index].state_bytes for index in held)
@@ -62,24 +62,24 @@ def stage_bytes(measured, stage, number, stages, micro_batches):
         if index < last - 1:
             kept = [tensor for tensor in measured.travelling if any(first <= one <= index for one in tensor.keepers)]
             alive += sum(one.bytes for one in measured.travelling if last - 1 in one.leaves and one not in kept)
-            alive += measured.blocks[last - 1].output_bytes  # the gradient of what was returned
+            alive += measured.blocks[last - 1].output_bytes  # the gradient of the output
         backward.append(alive + measured.blocks[index].transient_bytes)
     passing = max(forward, *backward)
     in_flight = min(stages - number, micro_batches)
-    steady = number > 0 and micro_batches > in_flight  # then the gradient sent last is there at a forward
+    steady = number > 0 and micro_batches > in_flight  # then the last sent gradient still exists during a forward
     sent = measured.blocks[first - 1].output_bytes if steady else 0
     return state + (in_flight - 1) * micro_batch_bytes(measured, first, last) + passing + sent
 
 
 def objective(measured, stages, micro_batches):
-    """Seconds by the formula, and the largest peak."""
+    """Return the seconds by the formula, and the largest peak."""
     seconds = [stage_seconds(measured, stage) for stage in stages]
     peaks = [stage_bytes(measured, stage, s, len(stages), micro_batches) for s, stage in enumerate(stages)]
     return (sum(seconds) + (micro_batches - 1) * max(seconds), max(peaks)), peaks
 
 
 def by_brute_force(measured, stages, micro_batches, memory):
-    """The least objective of all partitions that fit; None if none does."""
+    """Return the least objective of all partitions that fit, or None."""
     found = []
     for candidate in every_partition(len(measured.blocks), stages):
         value, peaks = objective(measured, candidate, micro_batches)
@@ -89,7 +89,7 @@ def by_brute_force(measured, stages, micro_batches, memory):
 
 
 def random_case(generator):
-    """Whole numbers of seconds: sums are exact in any order, so equal is equal."""
+    """Draw a case with integer seconds: sums are exact in any order, so ties are exact."""
     blocks = generator.randint(1, 12)
     stages = generator.randint(1, min(blocks, 6))
 
@@ -121,7 +121,7 @@ def shares(generator, blocks, largest):
 
 
 def journeys(generator, blocks, largest):
-    """Outputs that a block returns, some later ones are given and pass on, and any of them may keep."""
+    """Outputs that a block returns, and that some later blocks receive and pass on; any of them may keep it."""
     found = []
     for index in range(blocks):
         last = generator.randint(index, blocks - 1)
@@ -132,7 +132,7 @@ def journeys(generator, blocks, largest):
 
 
 def check(measured, stages, micro_batches, memory):
-    """Assert that the partition is optimal, or refused where none fits; return whether it fitted."""
+    """Assert that the partition is optimal, or refused if none fits; return whether one fits."""
     best = by_brute_force(measured, stages, micro_batches, memory)
     if best is None:
         with pytest.raises(MisconfigurationError, match=r"Block \d+ \(layer\d+\) does not fit"):
@@ -149,7 +149,7 @@ def check(measured, stages, micro_batches, memory):
 def test_400_of_400_random_cases_are_optimal():
     generator = random.Random(17)
     fitted = sum(check(*random_case(generator)) for _ in range(400))
-    assert 200 < fitted < 400  # both kinds of answer are among them
+    assert 200 < fitted < 400  # both kinds of answer occur
 
 
 @settings(max_examples=60, deadline=None)
@@ -161,7 +161,7 @@ def test_any_case_is_optimal(data):
     seconds = [float(value) for value in data.draw(numbers)]
     saved, state = data.draw(numbers), data.draw(numbers)
     held = st.sets(st.integers(0, blocks - 1), min_size=1).map(lambda them: tuple(sorted(them)))
-    # What blocks share is part of what each of them counts.
+    # Shared weights count in each block that has them.
     tied, kept = data.draw(held), data.draw(held)
     measured = profile(
         seconds,
@@ -185,12 +185,12 @@ def test_measured_seconds_are_optimal_to_rounding(seconds, stages):
 
     found = slowest(partition(measured, stages, 4))
     best = min(map(slowest, every_partition(len(seconds), stages)))
-    # Both are sums of at most 9 numbers, in orders of their own.
+    # Both are sums of at most 9 numbers, in different orders.
     assert found <= best * (1 + 9 * 2**-52)
 
 
 def test_equal_times_go_to_the_lower_peak():
-    # Both ways the slowest takes 3 seconds; the second block is heavy.
+    # In both partitions, the slowest stage takes 3 seconds; the second block is heavy.
     measured = profile([3.0, 0.0, 3.0], saved=[10, 100, 10])
     assert partition(measured, 2, 4) == (Stage(0, 1), Stage(1, 3))  # stage 0 would keep it twice
 

@@ -1,4 +1,4 @@
-"""A module in stages on real ranks trains as it does on one device."""
+"""A module divided into stages on real ranks trains like on one device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def one_device(**options):
 
 
 class Task(Module):
-    """Three batches of 8 samples; ``batch_size`` is that of one device which accumulates micro-batches."""
+    """Three batches of 8 samples; ``batch_size`` is that of one device that accumulates micro-batches."""
 
     shape: tuple[int, ...] = (5,)
     samples = 24
@@ -79,7 +79,7 @@ class Layer(nn.Module):
 
 
 class Language(Task):
-    """Tied embedding and head, weights in no block, and code of its own between the blocks."""
+    """Tied embedding and head, weights outside of blocks, and code between the blocks."""
 
     def build(self):
         self.embedding = nn.Embedding(11, 6)
@@ -102,7 +102,7 @@ class Language(Task):
 
 
 class FunctionalHead(Language):
-    """The head is no module, but uses the embedding's weight."""
+    """The head is not a module, but uses the embedding's weight."""
 
     def build(self):
         super().build()
@@ -111,7 +111,7 @@ class FunctionalHead(Language):
 
 
 class Convolutions(Task):
-    """BatchNorm, activations in place, and a shape that is asked for between blocks."""
+    """BatchNorm, in-place activations, and a shape that is read between blocks."""
 
     shape = (2, 6, 6)
 
@@ -127,7 +127,7 @@ class Convolutions(Task):
 
 
 class Skips(Task):
-    """What the first layer returned is used again after the third."""
+    """Uses the first layer's output again after the third."""
 
     def build(self):
         self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(5))
@@ -141,7 +141,7 @@ class Skips(Task):
 
 
 class Repeated(Task):
-    """One layer, called several times."""
+    """One layer that is called several times."""
 
     def build(self):
         self.first, self.layer, self.head = nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 1)
@@ -154,7 +154,7 @@ class Repeated(Task):
 
 
 class Frozen(Perceptron):
-    """A weight that does not train, and one that takes no part."""
+    """A frozen weight, and one that is not used."""
 
     def build(self):
         super().build()
@@ -166,7 +166,7 @@ class Frozen(Perceptron):
 
 
 class Choosing(Perceptron):
-    """A layer in the middle of a stage that not every batch goes through."""
+    """A layer in the middle of a stage that some batches skip."""
 
     def build(self):
         self.first, self.chosen, self.last = nn.Linear(5, 30), nn.Linear(30, 30), nn.Linear(30, 1)
@@ -194,7 +194,7 @@ class Scheduled(Perceptron):
 
 
 def differences(left, right):
-    """How far each parameter and buffer is apart, in units of the largest value of it."""
+    """Return each parameter's and buffer's difference, in units of its largest value."""
     pairs = zip(left.state_dict().items(), right.state_dict().values(), strict=True)
     return {name: float((a - b).abs().max() / b.abs().max().clamp_min(1)) for (name, a), b in pairs}
 
@@ -202,7 +202,7 @@ def differences(left, right):
 def trained_alike(
     kind, devices, tolerance=1e-12, micro_batches=4, whole=False, stages=None, device_memory=None, **options
 ):
-    """Train in stages, and on one device that accumulates the same micro-batches, or with ``whole`` takes batches."""
+    """Train in stages, and on one device that accumulates the same micro-batches or, with ``whole``, takes batches."""
     accumulate = 1 if whole else micro_batches
     many, one = kind(), kind(batch_size=8 // accumulate)
     start = {name: value.clone() for name, value in many.state_dict().items()}
@@ -230,7 +230,7 @@ def test_stages_train_what_one_device_does(kind, devices):
 
 
 def divide(monkeypatch, *stages):
-    """Plan these stages, whatever has been measured."""
+    """Plan these stages, whatever was measured."""
     monkeypatch.setattr(planning, "partition", lambda *_: stages)
     monkeypatch.setattr(planning, "improved", lambda best, _: best)
 
@@ -247,7 +247,7 @@ def test_a_block_where_stages_meet_may_not_be_left_out(monkeypatch):
 
 
 def test_several_optimizers_take_turns():
-    # One device that accumulated would step the first optimizer before the second one's last micro-batch.
+    # With accumulation, one device would step the first optimizer before the second one's last micro-batch.
     trained_alike(TakingTurns, 2, whole=True)
 
 
@@ -262,7 +262,7 @@ def test_validation_sees_whole_batches_and_all_ranks_know_it():
 
 
 class Overflowing(Perceptron):
-    """In the second step the first stage has an infinite gradient."""
+    """In the second step, the first stage has an infinite gradient."""
 
     def training_step(self, batch, batch_idx):
         weight = self.net[0].weight
@@ -271,8 +271,8 @@ class Overflowing(Perceptron):
         return super().training_step(batch, batch_idx)
 
 
-# Gradients of each weight are added in the order of one device, so weights are equal but for the tie: that is why it is
-# trained where gradients are float32.
+# Gradients of each weight are added in one device's order, so weights are equal except for the tied one. Therefore, it
+# is trained with float32 gradients.
 @pytest.mark.parametrize(
     ("kind", "precision", "level"),
     [(Language, "bf16", "O1"), (Language, 16, "O1"), (Perceptron, 16, "O2"), (Overflowing, 16, "O1")],
@@ -311,7 +311,7 @@ def test_dropout_differs_between_stages_and_comes_again():
 
     class Dropping(Task):
         def build(self):
-            # Two blocks, for two stages: with more, measured times choose the partition, and with it the masks.
+            # Two blocks for two stages: with more, measured times would choose the partition, and so the masks.
             self.net = nn.Sequential(Block(5), Block(1))
 
     trained = []
@@ -341,7 +341,7 @@ def test_all_stages_see_the_batches_of_one_device(source):
             return 24
 
         def __getitem__(self, index):
-            return torch.randn(5), torch.randn(1)  # of each sample anew, as augmentation does
+            return torch.randn(5), torch.randn(1)  # for each sample again, like augmentation
 
     class Stream(IterableDataset):
         def __iter__(self):
@@ -362,7 +362,7 @@ def test_all_stages_see_the_batches_of_one_device(source):
     torch.manual_seed(0)
     balanced(2).fit(many)
     torch.manual_seed(0)
-    torch.manual_seed(drawn_seed())  # as the trainer seeds the ranks that it starts
+    torch.manual_seed(drawn_seed())  # like the trainer seeds the ranks that it starts
     one_device().fit(one)
     assert max(differences(many, one).values()) < 1e-12
 
@@ -374,14 +374,14 @@ def test_the_plan_fits_the_memory_or_is_refused():
 
     weights = 400 * 400 * 8
     module = Wide()
-    # Each 400 × 400 with gradient and Adam's state are 4 of these, and a backward adds a fifth to the gradient.
+    # A 400 × 400 layer with gradient and Adam's state has 4 of these; a backward adds a fifth for the gradient.
     balanced(2, None, device_memory=6 * weights).fit(module)
     with pytest.raises(RankError, match=r"net\.1.* does not fit"):
         balanced(2, None, device_memory=3 * weights).fit(Wide())
 
 
 class Wide(Perceptron):
-    """Three fifths of the weights, and of what Adam keeps, are in two layers that two devices may share."""
+    """Three fifths of the weights, and of Adam's state, are in two layers that two devices may share."""
 
     width = 200
 
@@ -396,7 +396,7 @@ WEIGHTS = Wide.width**2 * 8  # bytes of a layer
 
 
 def test_what_one_device_refuses_trains_on_as_many_as_it_names():
-    # A layer of 200 × 200 with gradient and Adam's state is 4 of these, and a backward adds a fifth to the gradient.
+    # A 200 × 200 layer with gradient and Adam's state has 4 of these; a backward adds a fifth for the gradient.
     refusal = rf"does not fit.*2 devices of {6 * WEIGHTS:,} bytes each would suffice"
     with pytest.raises(MisconfigurationError, match=refusal):
         balanced(1, None, device_memory=6 * WEIGHTS).fit(Wide())
@@ -444,7 +444,7 @@ def test_the_number_of_stages_is_chosen_and_may_be_less_than_the_devices():
         def build(self):
             self.net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
 
-    trainer = trained_alike(Short, 4)  # which cannot have 4 stages
+    trainer = trained_alike(Short, 4)  # it cannot have 4 stages
     assert len(trainer.balance.plan.stages) == trainer.balance.plan.replicas == 2
     assert "2 replicas of 2 stages" in str(trainer.balance)
     with pytest.raises(MisconfigurationError, match="stages=3 does not divide the 4 devices"):
@@ -453,7 +453,7 @@ def test_the_number_of_stages_is_chosen_and_may_be_less_than_the_devices():
 
 def test_batch_norm_has_the_statistics_of_the_first_replica():
     class FirstHalves(Convolutions):
-        """Of each batch the half that the first replica takes."""
+        """The first replica's half of each batch."""
 
         def training_step(self, batch, batch_idx):
             return super().training_step([tensor[: len(tensor) // 2] for tensor in batch], batch_idx)

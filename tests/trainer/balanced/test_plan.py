@@ -26,7 +26,7 @@ def network():
 
 
 def made(samples, per_call, seconds=(1.0, 2.0, 1.0), saved=10, state=100):
-    """A profile for each number of micro-batches: so much a sample, and so much a call."""
+    """Return a profile for each number of micro-batches, with a time per sample and a time per call."""
     return {
         count: Profile(
             tuple(
@@ -50,7 +50,7 @@ def test_a_real_module_is_planned(plan):
     assert 0 < predicted.bubble_share < 1
     # 12 / 4 samples of 6 floats: each block but the first keeps its input; two micro-batches at stage 0.
     held = found.stages[0].last
-    assert predicted.stage_peak_bytes[0] > held * 42 * 4 * 2 + 2 * (held - 1) * 3 * 6 * 4  # and what backward needs
+    assert predicted.stage_peak_bytes[0] > held * 42 * 4 * 2 + 2 * (held - 1) * 3 * 6 * 4  # and what the backward needs
 
 
 def test_the_number_of_micro_batches_is_one_that_divides_the_batch(plan):
@@ -112,7 +112,7 @@ def test_optimizers_steps_are_part_of_what_is_balanced():
     assert predicted.optimizer_seconds == (8.0, 0.0)
     assert predicted.stage_seconds == (2.0, 4.0)
     assert predicted.period_seconds >= 4 * 2.0 + 8.0
-    # The first stage is the last to go back, so nothing else is done while it steps: there a shorter way counts more.
+    # The first stage finishes last, so nothing else runs while it steps: a shorter step counts more there.
     assert best_plan({4: stepping}, 2).predicted.period_seconds < predicted.period_seconds
 
 
@@ -230,7 +230,7 @@ def test_no_block_moved_to_the_next_stage_makes_a_plan_faster(costs, micro_batch
 
 
 def test_where_a_step_has_few_micro_batches_its_ends_count_too():
-    # The bottleneck is least with the table alone; its optimizer then waits for a longer way back.
+    # The bottleneck is smallest with the table alone, but then its optimizer waits for a longer backward.
     table = BlockCost("table", 80.0, 10, 100, 4, optimizer_seconds=105.0)
     layers = [BlockCost("layer", 15.0, 10, 100, 4) for _ in range(8)]
     measured = Profile((table, *layers))

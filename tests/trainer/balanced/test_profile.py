@@ -1,4 +1,4 @@
-"""What is measured of blocks against what is known of them, and that measuring changes nothing."""
+"""Measurements of blocks compared with known values; measuring changes nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def measure(module, batch=BATCH, optimizers=(), repeats=2):
 
 
 def mixed():
-    """Layers with buffers, random numbers, changes in place, a frozen weight, a mode and gradients of their own."""
+    """Layers with buffers, random numbers, in-place changes, a frozen weight, a mode, and existing gradients."""
     module = nn.Sequential(
         nn.Linear(6, 10), nn.BatchNorm1d(10), nn.ReLU(inplace=True), nn.Dropout(0.3), nn.Linear(10, 10), nn.Tanh(),
         nn.Linear(10, 3),
@@ -59,7 +59,7 @@ def test_the_module_is_left_as_it_was(plan):
 
 
 def measured_peak(module, batch, in_flight):
-    """Bytes alive at most while so many micro-batches pass, first all forward; the gradients are there already."""
+    """Return the peak of live bytes for several micro-batches, all forwards first; gradients exist already."""
     module(batch).sum().backward()
     with LiveBytes() as live:
         outputs = [module(batch) for _ in range(in_flight)]
@@ -88,7 +88,7 @@ def test_the_peak_of_all_blocks_is_that_of_the_module(model, in_flight):
     measured = measure(module)
     state = sum(block.state_bytes for block in measured.blocks)
     one = Profile((*measured.blocks, *[BlockCost("after", 0.0, 0, 0, 0)] * (in_flight - 1)), (), measured.travelling)
-    # The first of so many stages has so many micro-batches in flight.
+    # The first of n stages has n micro-batches in flight.
     predicted = StageCosts(one, in_flight, in_flight).peak_bytes(0, len(measured.blocks), 0) - state
     assert predicted == measured_peak(module, BATCH.clone(), in_flight)
 
@@ -197,7 +197,7 @@ def test_tied_weights_are_stepped_once_a_stage():
 
 @pytest.mark.parametrize("sparse", [False, True])
 def test_what_has_more_weights_to_step_takes_longer(sparse):
-    # A gradient that is sparse has a few rows only, and so has its step.
+    # A sparse gradient has only a few rows, and so has its step.
     module = nn.Sequential(nn.Embedding(1_000_000, 8, sparse=sparse), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
     module[3].requires_grad_(False)
     optimizer = torch.optim.SGD(module.parameters(), 0.1)

@@ -1,4 +1,4 @@
-"""Simulated schedules against formulas, and against the rules that every schedule keeps."""
+"""Simulated schedules compared with formulas, and with the rules of every schedule."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_every_rule_is_kept(stage_times, micro_batches):
     for stage in range(stages):
         own = sorted((box for box in schedule.boxes if box.stage == stage), key=lambda box: box.start)
         assert all(one.end <= other.start for one, other in pairwise(own))
-        # Bounds that hold for any schedule: its own work, and a micro-batch's way there and back.
+        # Bounds for any schedule: a stage's own work, and a micro-batch's forward and backward.
         there_and_back = sum(forward[:stage]) + sum(backward[:stage])
         assert schedule.makespan >= there_and_back + micro_batches * (forward[stage] + backward[stage])
     assert schedule.makespan >= sum(forward) + sum(backward)
@@ -50,7 +50,7 @@ def test_every_rule_is_kept(stage_times, micro_batches):
 def test_a_stage_that_ends_early_steps_while_the_others_still_compute(micro_batches, after):
     stages = len(after)
     schedule = simulate([1.0] * stages, [2.0] * stages, micro_batches)
-    # Stage s begins s forwards late, and ends s backwards early.
+    # Stage s starts s forwards late, and ends s backwards early.
     assert schedule.period(after) == max(schedule.makespan - 3 * stage + more for stage, more in enumerate(after))
 
 
@@ -67,5 +67,5 @@ def test_1f1b_keeps_only_what_the_later_stages_have_not_returned(stage_times, mi
 
 def test_one_slow_stage_sets_the_pace():
     schedule = simulate([1.0, 4.0, 1.0], [1.0, 4.0, 1.0], 10)
-    # The way to it, its work, and the way back: the stage after it works while it does.
+    # The forwards before it, its work, and the backwards after it: the next stage works at the same time.
     assert schedule.makespan == 1 + 10 * 8 + 1

@@ -1,4 +1,4 @@
-"""Gradients of weights that several stages hold, and of replicas, are summed, whatever their sizes and dtypes."""
+"""Gradients of weights on several stages, and of replicas, are summed for all sizes and dtypes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
 
 def gradients(rank):
-    """Whole numbers, so that sums are exact; every fourth weight has a gradient on one rank, and every fifth none."""
+    """Return integers, so that sums are exact; every fourth weight has a gradient on one rank, every fifth none."""
     generator = torch.Generator().manual_seed(rank)
     found = []
     for number, (shape, dtype) in enumerate((shape, dtype) for shape in SHAPES for dtype in DTYPES):

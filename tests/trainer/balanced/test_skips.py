@@ -1,4 +1,4 @@
-"""Modules whose blocks use more than the output of the block before are cut all the same, and train as one device."""
+"""Modules whose blocks use more than the previous block's output can be divided, and train like on one device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def layers(count, width=4):
 
 
 class UNet(nn.Module):
-    """Each decoder uses what the encoder of its resolution has returned."""
+    """Each decoder uses the output of the encoder of its resolution."""
 
     def __init__(self):
         super().__init__()
@@ -75,7 +75,7 @@ class EncoderDecoder(nn.Module):
 
 
 class Dense(nn.Module):
-    """Each layer uses what all layers before it have returned."""
+    """Each layer uses the outputs of all layers before it."""
 
     def __init__(self):
         super().__init__()
@@ -89,7 +89,7 @@ class Dense(nn.Module):
 
 
 class Masked(nn.Module):
-    """Each layer uses a mask, without a gradient, and a table, with one, that the first modules return."""
+    """Each layer uses a mask, without a gradient, and a table, with one, from the first modules."""
 
     def __init__(self):
         super().__init__()
@@ -111,7 +111,7 @@ class Hiding(nn.Module):
 
 
 class ThreeTimes(nn.Module):
-    """The first layer's output is used by all others, and a part of it by the last one only."""
+    """All other layers use the first one's output, and only the last one uses a part of it."""
 
     def __init__(self):
         super().__init__()
@@ -127,7 +127,7 @@ class ThreeTimes(nn.Module):
 
 
 class InPlace(nn.Module):
-    """Residual connections by +=, a view that is changed, an identity, and an activation in place."""
+    """Residual connections by +=, a changed view, an identity, and an in-place activation."""
 
     def __init__(self):
         super().__init__()
@@ -144,7 +144,7 @@ class InPlace(nn.Module):
 
 
 class Noisy(nn.Module):
-    """What is drawn at the begin is used at the begin and at the end, as diffusion models do."""
+    """Uses a random draw from the start both at the start and at the end, like diffusion models."""
 
     def __init__(self):
         super().__init__()
@@ -159,7 +159,7 @@ class Noisy(nn.Module):
 
 
 class TwoHeads(nn.Module):
-    """A layer in the middle has a head of its own."""
+    """A layer in the middle has its own head."""
 
     def __init__(self):
         super().__init__()
@@ -175,7 +175,7 @@ class TwoHeads(nn.Module):
 
 
 class Watched(TwoHeads):
-    """The head in the middle has no part in the loss: its weights have no gradient, so they do not decay."""
+    """The middle head is not part of the loss: its weights have no gradient, so they do not decay."""
 
     def forward(self, inputs):
         value = inputs
@@ -189,7 +189,7 @@ class Watched(TwoHeads):
 MODELS = {
     UNet: 5, EncoderDecoder: 7, Dense: 5, Masked: 7, ThreeTimes: 5, InPlace: 6, Noisy: 4, TwoHeads: 6, Watched: 6,
 }  # fmt: skip
-"""And how many blocks each has: as many as calls of modules."""
+"""With the number of each model's blocks, which is that of its module calls."""
 
 
 def whole_gradients(module, batch):
@@ -201,7 +201,7 @@ def whole_gradients(module, batch):
 
 
 def gradients_in_stages(module, chain, batch, firsts):
-    """Run forward and backward of stages that begin at these blocks, in this process."""
+    """Run forward and backward of stages that start at these blocks, in this process."""
     module.zero_grad()
     interception, runs, values = chain.interception(module, CPU), [], []
     with interception.installed():
@@ -234,7 +234,7 @@ def find_profile(module, batch):
 
 
 def ways_to_cut(blocks):
-    """Each single cut, and all at once."""
+    """Return each single cut, and all cuts together."""
     return [*([0, cut] for cut in range(1, blocks)), list(range(blocks))]
 
 
@@ -261,7 +261,7 @@ def test_each_cut_gives_the_gradients_of_the_whole(kind):
 
 
 class Program(nn.Module):
-    """Small layers and operations on the values so far, in any order; all numbers are whole, so sums are exact."""
+    """Small layers and operations on earlier values, in any order; all numbers are integers, so sums are exact."""
 
     OPERATIONS = ("layer", "add", "cat", "view", "identity", "add in place", "fill", "relu in place", "mask", "rows")
 
@@ -317,7 +317,7 @@ def test_any_program_gives_the_gradients_of_the_whole_at_each_cut(program, used,
     batch = torch.randint(-2, 3, (2, 3), generator=generator).double()
     try:
         expected = whole_gradients(module, batch)
-    except RuntimeError:  # what the backward needs was changed in place
+    except RuntimeError:  # a value that the backward needs was changed in place
         assume(False)
     chain = find_chain(module, lambda: module(batch), 1, CPU, [*module.layers, module.same, module.relu])
     for firsts in ways_to_cut(len(chain.blocks)):
@@ -325,7 +325,7 @@ def test_any_program_gives_the_gradients_of_the_whole_at_each_cut(program, used,
 
 
 class Task(Module):
-    """Two batches of 8 samples, and twice the same in validation."""
+    """Two batches of 8 samples, and two more of them in validation."""
 
     def __init__(self, kind, batch_size=8):
         super().__init__()
@@ -385,7 +385,7 @@ def test_what_crosses_a_cut_is_counted_with_what_only_passes_through(plan):
     found = plan(module, batch, 2, counts=[1])
     first, second = 6 * 2 * 4 * 4, 6 * 4 * 2 * 4  # bytes of the encoders' features, of lengths 4 and 2
     middle, decoded = 6 * 4 * 1 * 4, 6 * 2 * 2 * 4
-    # Features are cut before they are pooled, and decoders' inputs before they are enlarged and joined: that is least.
+    # The smallest transfers are features before pooling, and decoders' inputs before they are enlarged and joined.
     assert [block.output_bytes for block in found.blocks] == [
         first,
         first + second,

@@ -1,4 +1,4 @@
-"""Numbers that a step takes out of buffers, weights and what it computes: stages agree on them, or are not parted."""
+"""Numbers that a step reads from buffers, weights and activations: stages agree on them, or are not divided."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WAYS = {
 
 
 class Counting(nn.Module):
-    """A layer that counts its calls in training, and has its own use of the count."""
+    """A layer that counts its calls in training, and uses the count."""
 
     def __init__(self, way, how):
         super().__init__()
@@ -67,8 +67,8 @@ class Counting(nn.Module):
 class Chooser(nn.Module):
     """Four layers; each of ``choices`` doubles the output of one, or does not.
 
-    A choice is the number of the layer, what decides, the way to ask, and a mode in which it is left out. What decides
-    may be a count of the model or of its second layer, a weight, or what the layer has returned.
+    A choice has the layer's number, the deciding value, the way to ask, and a mode in which it is left out. The
+    deciding value may be a count of the model or of its second layer, a weight, or the layer's output.
     """
 
     SOURCES = ("seen", "block", "weight", "value")
@@ -131,7 +131,7 @@ def batch(seed):
 
 
 def in_one(module):
-    """Return the outputs for all batches, and the buffers at the end."""
+    """Return the outputs for all batches, and the final buffers."""
     outputs = []
     for mode, seed in BATCHES:
         with in_mode(module, training=mode == "train"):
@@ -140,7 +140,7 @@ def in_one(module):
 
 
 def in_stages(module, chain, firsts):
-    """Return the same of stages that begin at these blocks, each with a module of its own that has only its weights."""
+    """Return the same with stages that start at these blocks, each with its own module and only its weights."""
     parts, owned, outputs, before = [], {}, [], frozenset()
     for first, last in pairwise((*firsts, len(chain.blocks))):
         stage, holds = deepcopy(module), chain.holds(first, last)
@@ -250,7 +250,7 @@ def test_a_buffer_that_an_operation_changes_without_telling_is_used_where_it_is_
 
 
 class Evaluated(nn.Module):
-    """Leaves out its second layer in validation, or takes a way around its third one."""
+    """Skips its second layer in validation, or bypasses its third one."""
 
     def __init__(self, difference):
         super().__init__()
@@ -293,7 +293,7 @@ def test_finding_blocks_counts_nothing(how, counted):
 
 
 class Late(nn.Module):
-    """Only its fifth batch is looked at."""
+    """Only reads its fifth batch."""
 
     def __init__(self):
         super().__init__()
@@ -316,7 +316,7 @@ def test_values_that_are_taken_out_later_on_are_refused_with_what_does_it():
 
 
 class Rare(Module):
-    """Trains a model whose weight of one layer is only trained after the first step, and which counts that itself."""
+    """Trains a layer's weight only after the first step, and counts steps itself."""
 
     def __init__(self, optimizer, batch_size=8):
         super().__init__()
@@ -350,7 +350,7 @@ class Rare(Module):
 
 
 class WeightsSeen(nn.Module):
-    """Counts the weights that are trained, by those of a layer of another stage."""
+    """Counts trained weights by those of a layer on another stage."""
 
     def __init__(self):
         super().__init__()
@@ -387,7 +387,7 @@ def test_a_module_of_which_too_little_is_left_to_part_is_refused_with_all_that_t
 
 
 def mean_of_whole_batches(module):
-    """Return the metric of the trained module, whose batches are larger than those of one device here."""
+    """Return the trained module's metric, whose batches are larger than one device's here."""
     with in_mode(module, training=False), torch.no_grad():
         batches = [(one.double(), other.double()) for one, other in module.val_dataloader()]
         return float(torch.stack([module.validation_step(batch, 0)["mse"] for batch in batches]).mean())

@@ -1,4 +1,4 @@
-"""A right trainer whose optimizer unscales, and skips steps, inside of its own kernel."""
+"""A right trainer whose optimizer unscales gradients and skips steps inside its kernel."""
 
 from __future__ import annotations
 

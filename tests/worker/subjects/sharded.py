@@ -1,4 +1,4 @@
-"""Right trainers that share weights out in several ways, and one that loses its way."""
+"""Right trainers that shard weights in several ways, and one that hangs."""
 
 import torch
 import torch.distributed as dist
@@ -63,17 +63,17 @@ def zero(job):
 
 @subject(name="flat-parts", backends=["zero"], precisions=PRECISIONS)
 def flat_parts(job):
-    """ZeRO by hand: a flat tensor for each group of parameters, of which each rank steps an equal part."""
+    """ZeRO by hand: a flat tensor per parameter group, of which each rank steps an equal part."""
     dist.init_process_group(job.comm)
     model = DistributedDataParallel(job.model())
     names = [name for name, _ in model.module.named_parameters()]
     optimizer = job.optimizer(model.parameters())
     groups, parts = [], {}
-    for some in filter(None, (names[::2], names[1::2])):  # one after the other, as trainers do that save memory
+    for some in filter(None, (names[::2], names[1::2])):  # one after the other, like trainers that save memory
         group = Flat(job, model.module, some)
         groups.append({**optimizer.param_groups[0], "params": [group.own]})
         parts |= group.parts()
-    with job.trial():  # a step before any training makes the optimizer's state
+    with job.trial():  # a step before training creates the optimizer's state
         for group in groups:
             group["params"][0].grad = torch.zeros_like(group["params"][0])
             optimizer.param_groups = [group]
@@ -100,7 +100,7 @@ class Flat:
         self.own.group = self
 
     def mine(self, tensors):
-        """Return a copy of this rank's part of all of them."""
+        """Return a copy of this rank's part of all parameters."""
         flat = torch.cat([one.reshape(-1) for one in tensors])
         padded = torch.nn.functional.pad(flat, (0, self.size * self.job.world_size - len(flat)))
         return padded[self.job.rank * self.size :][: self.size].clone()
@@ -121,7 +121,7 @@ class Flat:
         self.own.grad = self.mine(one.grad for one in self.held.values())
 
     def give(self):
-        """Put the parts of all ranks in the place of the weights."""
+        """Replace the weights by the parts of all ranks."""
         parts = [torch.empty_like(self.own) for _ in range(self.job.world_size)]
         dist.all_gather(parts, self.own)
         flat = torch.cat(parts)
@@ -132,7 +132,7 @@ class Flat:
 
 @subject(name="tiles", backends=["fsdp"], precisions=PRECISIONS)
 def tiles(job):
-    """Each rank steps a block of every parameter: columns or tiles of matrices, and half a vector or nothing of it."""
+    """Each rank steps a block of every parameter: columns or tiles of matrices, and half a vector or none of it."""
     dist.init_process_group(job.comm)
     model = DistributedDataParallel(job.model())
     held = dict(model.module.named_parameters())
@@ -178,7 +178,7 @@ def undeclared_tiles(job):
 
 @subject(name="astray", backends=["fsdp"], precisions=PRECISIONS)
 def astray(job):
-    """Only rank 0 steps: whoever waited for another rank in its step would wait for ever."""
+    """Only rank 0 steps: a rank that waited for another in its step would hang."""
     dist.init_process_group(job.comm)
     model = fully_shard(job.model())
     optimizer = job.optimizer(model.parameters())
