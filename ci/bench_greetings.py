@@ -39,7 +39,7 @@ How long a node takes to join: `{command}`, {cores} cores, load average {load:.1
 Strangers connect from a separate process, all at once; *again* means that they reconnect whenever they are turned
 away. A launcher greets {most} at a time; one more ends the oldest.
 
-| beside | joins | median, ms | worst, ms | worst, × alone | turned away | the last because |
+| other connections | joins | median, ms | worst, ms | worst, × alone | turned away | last reason |
 |---|--:|--:|--:|--:|--:|---|
 """
 
@@ -67,7 +67,7 @@ def main() -> int:
         alone = alone or max(times)
         slowest = max(slowest, *times)
         beside = {
-            "": "nobody",
+            "": "none",
             "silent": f"{count} silent connections",
             "again": f"{count} silent connections, again",
             "hostile": f"{count} hostile greetings, 50 at a time",

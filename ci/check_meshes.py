@@ -97,7 +97,7 @@ def section(bases: Sequence[tuple[Script, Result]], mistakes: Sequence[tuple[Mes
         f"{len(mistakes)} mistakes from public trackers: {caught} caught, {named} named by the first line. "
         f"{len(bases)} right trainings: {accused} accused.",
         "",
-        "| parallelism | mistake | told in | training | verdict | named | s |",
+        "| parallelism | mistake | reported in | training | verdict | named | s |",
         "| --- | --- | --- | --- | --- | :-: | --: |",
         *mistake_rows(mistakes),
         "",

@@ -222,7 +222,7 @@ def page(verdicts: Sequence[Verdict], torch_version: str) -> str:
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     good = sum(verdict.as_expected for verdict in verdicts)
     return (
-        "# Old releases under examination\n\nMade by `python ci/history.py`: torch "
+        "# Tests of old releases\n\nMade by `python ci/history.py`: torch "
         f"{torch_version}, simulated devices. As expected: {good} of {len(verdicts)}.\n\n{table}\n"
     )
 

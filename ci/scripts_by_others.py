@@ -116,7 +116,7 @@ def main() -> int:
 
 INTRODUCTION = (
     f"Made by `python ci/scripts_by_others.py`: torch {torch.__version__.partition('+')[0]}, simulated devices. The "
-    "scripts are written anew in the structure of their originals, which each of them names."
+    "scripts are rewritten with the structure of their originals, which each script names."
 )
 
 
@@ -125,7 +125,7 @@ def published(subjects: Sequence[str], asked: argparse.Namespace) -> tuple[list[
     lines = [
         "## As published",
         "",
-        f"`pytest suites/ --gpus {asked.gpus} --backends ddp`. Cells by how they ended, and every root cause found.",
+        f"`pytest suites/ --gpus {asked.gpus} --backends ddp`. Cells by outcome, and all root causes.",
         "",
         f"| subject | adapter, lines | {' | '.join(name.replace('_', ' ') for name in ENDINGS)} |",
         f"| --- |{' --: |' * (len(ENDINGS) + 1)}",
@@ -204,12 +204,12 @@ def mistakes_table(tried: Sequence[Tried]) -> list[str]:
     names = sorted({one.mistake.name for one in real})
     named = [name for name in names if all(one.is_right for one in real if one.mistake.name == name)]
     lines = [
-        "## With a mistake put in",
+        "## Injected mistakes",
         "",
-        f"Mistakes named by the first finding, with nothing beside it that is not its consequence: {len(named)} of "
+        f"Mistakes named by the first finding, with only its consequences beside it: {len(named)} of "
         f"{len(names)}, on {sum(one.is_right for one in real)} of {len(real)} cells.",
         "",
-        "| mistake | subject | cell | first finding | consequences | beside it | as expected |",
+        "| mistake | subject | cell | first finding | consequences | other findings | as expected |",
         "| --- | --- | --- | --- | --- | --- | :-: |",
     ]
     for one in sorted(tried, key=lambda one: one.mistake.name):

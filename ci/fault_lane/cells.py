@@ -125,7 +125,7 @@ def cell_fault(
         if wrong is None and after.outcome is not Outcome.PASSED:
             wrong = f"the next cell is {after.outcome.value}: {after.message[-300:]}"
         if wrong is None and not _same(after.trace, bench.untouched):
-            wrong = "the next cell's weights differ from those on an untouched pool"
+            wrong = "the next cell's weights differ from those on a fresh pool"
         return Shot(wrong is None, wrong or ended.message)
 
     return Fault(f"{subject} {topology}" if topology != "1x2" else subject, row, str(must), inject, quick, file)

@@ -172,7 +172,7 @@ def powerless(bench: Any, folder: Path) -> Shot:
 
 
 OF_DEATHS = [
-    fault(2, server_killed, "errored, failed twice, why; the next cells are trained"),
+    fault(2, server_killed, "errored after two failures, with the reason; the next cells are trained"),
     fault(2, server_killed_once, "tried again, passed, and the report says why"),
     fault(8, killed, "--resume continues, no shown result is lost, no process is left"),
     fault(8, powerless, "--resume continues, a torn last line is recognised"),

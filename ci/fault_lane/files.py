@@ -178,8 +178,8 @@ def trace_hostile(bench: Any, folder: Path) -> Shot:
 
 OF_FILES: list[Fault] = [
     fault(10, trace_truncated, f"{AT_ONCE} times: an error that names the file"),
-    fault(10, trace_flipped, f"{AT_ONCE} times: an error that names the file, or the very same evidence"),
-    fault(10, results_flipped, f"{AT_ONCE} times: an error with file and line, or the very same results"),
+    fault(10, trace_flipped, f"{AT_ONCE} times: an error that names the file, or unchanged evidence"),
+    fault(10, results_flipped, f"{AT_ONCE} times: an error with file and line, or unchanged results"),
     fault(10, results_newer, "«upgrade plumbline»"),
     fault(10, results_hostile, "escaped in page and terminal; numbers refused with their line"),
     fault(10, trace_hostile, "refused, nothing is executed"),

@@ -15,10 +15,10 @@ from plumbline.report.text import markdown, shortened
 
 _HEAD = """# Faults
 
-Faults that were really injected, and what Plumbline did: {command}. Torch {torch}, Python {python}, {cores} cores, load
-averages of up to {load:.1f} (including its own).
+Faults that were injected for real, and how Plumbline reacted: {command}. Torch {torch}, Python {python}, {cores} cores,
+load averages of up to {load:.1f} (including its own).
 A fault is *right* if everything that must be seen was seen, and if the next cell on the same warm pool ends with
-bitwise the same weights as on an untouched pool. *Left behind* counts processes (also those in their own sessions),
+bitwise the same weights as on a fresh pool. *Left behind* counts processes (also those in their own sessions),
 {shared}folders in the temporary directory, listening sockets, and descriptors of this process.
 
 | row | fault | must be seen | times | verdict right | left behind | s |
@@ -63,7 +63,7 @@ def _soak(soaked: Soak) -> list[str]:
     head = f"{last.launches} launches of a right trainer on two ranks, one after another, on one pool: "
     head += f"{last.seconds:.0f} s, the longest launch {soaked.longest:.1f} s, {len(soaked.alarms)} false alarms."
     head += " *Kept* is this process's memory after the allocator has released what is free."
-    lines = ["## Over and over", "", head, ""]
+    lines = ["## Soak", "", head, ""]
     lines += [
         "| launches | s | processes | descriptors | the server's | /dev/shm | folders | MiB | kept | the server's |"
     ]

@@ -166,8 +166,8 @@ OF_MACHINES = [
     fault(7, no_loopback, "a message about the loopback"),
     fault(7, port_in_use, "another port: passed"),
     fault(7, subjects_port_in_use, "«address already in use»"),
-    fault(11, two_at_once, "both whole"),
-    fault(11, xdist, "whole"),
+    fault(11, two_at_once, "two complete runs"),
+    fault(11, xdist, "a complete run"),
     fault(13, keeps_secrets, "the secret is in no file"),
-    fault(13, selections, "-x, --lf, -k as always"),
+    fault(13, selections, "-x, --lf and -k work as usual"),
 ]
