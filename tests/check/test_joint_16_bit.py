@@ -85,3 +85,7 @@ def test_a_simulation_that_happens_to_round_little_accuses_nobody(plumbline: Any
 @pytest.mark.parametrize(("seed", "norm"), [(10, nn.LayerNorm), (13, nn.BatchNorm1d), (19, nn.BatchNorm1d)])
 def test_a_backward_that_is_not_reduced_is_found_in_spite_of_rounding(plumbline: Any, seed: int, norm: Any) -> None:
     assert answer(plumbline, seed, norm, False) is Answer.WRONG
+
+
+def test_gradients_that_rounding_nearly_hides_are_judged(plumbline: Any) -> None:
+    assert answer(plumbline, 18, nn.LayerNorm, True) is Answer.RIGHT

@@ -424,10 +424,12 @@ class JointDerivative:
         instead: Mapping[int, Group] | None = None,
         *,
         part_of: Collection[int] | None = None,
+        closely: bool = False,
     ) -> Difference:
         """Return the derivative of S along a direction through some of the parameters.
 
-        ``part_of``: the direction goes only through the parts that these ranks hold.
+        ``part_of``: the direction goes only through the parts that these ranks hold. ``closely``: in 16-bit formats,
+        measure the noise also if the error is small, so that smaller gradients can show.
         """
         groups = {index: (instead or {}).get(index, self.groups[index]) for index in indices}
         held = None if part_of is None else frozenset(part_of)
@@ -436,7 +438,8 @@ class JointDerivative:
         if along is None:
             along = self._measured[key] = self._along(groups, seed, part_of)
         found = self._difference(indices, along)
-        if found.error(indices) > (SUSPICIOUS * found.noise if self.is_coarse else found.limit):
+        enough = SUSPICIOUS * found.noise if self.is_coarse else found.limit
+        if (closely and self.is_coarse) or found.error(indices) > enough:
             if not along.again:
                 directions, _ = self._directions(groups, seed, part_of)
                 more = [(self.unit, 1 + number) for number in range(MORE_ROUNDINGS)]
