@@ -54,6 +54,25 @@ for step in range(25):
     first.step()
 """
 
+SCHEDULED = """
+import sys
+import torch
+
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
+for step in range(35):
+    optimizer.zero_grad()
+    torch.nn.functional.mse_loss(model(torch.randn(3, 4)), torch.randn(3, 2)).backward()
+    optimizer.step()
+    is_late = step >= 14
+    for _ in range({"stops": 0, "hurries": 2}.get(sys.argv[1], 1) if is_late else 1):
+        scheduler.step()
+    if is_late and sys.argv[1] == "overrides":
+        optimizer.param_groups[0]["lr"] = 0.05
+"""
+
 RANKS = """
 import sys
 import torch
@@ -112,6 +131,24 @@ def test_a_note_that_only_later_windows_have_is_printed_once(tmp_path, capfd):
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("plumbline step=")]
     noted = ['note="The gradient is the sum over 2 micro-batches' in line for line in lines]
     assert noted == [False, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("change", "note"),
+    [
+        ("none", ""),
+        ("overrides", "At step 20, the learning rate is 0.05, but a scheduler has set"),
+        ("stops", "The scheduler stepped not at all before step 20, but once before each of the first recorded steps"),
+        ("hurries", "The scheduler stepped 2 times before step 20, but once"),
+    ],
+)
+def test_a_schedule_that_takes_another_course_later_is_noted(tmp_path, capfd, change, note):
+    script = tmp_path / "train.py"
+    script.write_text(SCHEDULED)
+    assert main(["check", "--every", "10", "--", sys.executable, str(script), change]) == 0
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("plumbline step=")]
+    assert ["note=" in line for line in lines] == [False, False, bool(note), False]
+    assert note in lines[2]
 
 
 def test_two_optimizers_that_take_turns_are_right_in_every_window(tmp_path, capfd):

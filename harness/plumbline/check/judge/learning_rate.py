@@ -52,6 +52,7 @@ def judge_learning_rate(training: RecordedTraining) -> Iterator[Finding]:
         are = "rates are" if "," in rates else "rate is"
         yield passed(CHECK, f"in the recorded steps the learning {are} {rates}{where}")
     if not found:
+        yield from _after_the_first_window(training)
         yield from _notable(training)
 
 
@@ -140,6 +141,31 @@ def _notable(training: RecordedTraining) -> Iterator[Finding]:
             f"the scheduler stepped although the GradScaler skipped the step before {skipped.name} on rank "
             f"{skipped.rank}",
         )
+
+
+def _after_the_first_window(training: RecordedTraining) -> Iterator[Finding]:
+    """Yield what a later window of steps shows of schedules that took another course in the first one."""
+    for one in noted(training, OBSERVER):
+        if (rates := one.facts.get("left")) is not None:
+            yield headline_note(
+                CHECK,
+                f"At {one.name}, the learning rate is {_in_words(one.facts['rates'])}, but a scheduler has set "
+                f"{_in_words(rates)}, as the optimizer had it in the first recorded steps. Unless this is intended, "
+                "leave the rate to the scheduler.",
+            )
+            return
+        usual, count = one.facts.get("usual"), len(one.facts["schedule"])
+        if usual and count != usual:
+            yield headline_note(
+                CHECK,
+                f"The scheduler stepped {_times(count)} before {one.name}, but {_times(usual)} before each of the "
+                "first recorded steps. Unless this is intended, call scheduler.step() equally often.",
+            )
+            return
+
+
+def _times(count: int) -> str:
+    return "not at all" if not count else "once" if count == 1 else f"{count} times"
 
 
 def _before_the_step(one: ObserverFacts) -> bool:

@@ -29,7 +29,11 @@ class LearningRate(WrappingObserver):
     that enter the update, by name; ``schedulers``: how many the optimizer has;
     ``lengths``: the numbers of steps for which they are made, where they have one;
     ``schedule``: for each scheduler step since the optimizer's last step, the number of the latest backward pass at
-    that time, and whether the optimizer had not stepped since that pass began.
+    that time, and whether the optimizer had not stepped since that pass began;
+    ``usual``: in a later window, how many scheduler steps there were between any two steps of the first window. None if
+    not always equally many, or if there are other optimizers, between whose steps a window may begin;
+    ``left``: in a later window, the rates that a scheduler has set, if the optimizer has others, although it had those
+    of a scheduler at all steps of the first window.
     """
 
     name = "learning-rate"
@@ -41,6 +45,9 @@ class LearningRate(WrappingObserver):
         self._stepped: WeakSet[Optimizer] = WeakSet()
         self._pass = -1
         self._depth = 0
+        self._windows = 0
+        self._optimizers: WeakSet[Optimizer] = WeakSet()
+        self._usual: WeakKeyDictionary[Optimizer, list[tuple[int, bool]]] = WeakKeyDictionary()
 
     def install(self) -> None:
         wrap_overrides(LRScheduler, "step", self._around_step)
@@ -51,8 +58,12 @@ class LearningRate(WrappingObserver):
         if isinstance(one, LRScheduler) and isinstance(optimizer, Optimizer):
             self._schedulers.setdefault(optimizer, WeakSet()).add(one)
 
+    def optimizer_made(self, optimizer: Optimizer) -> None:
+        self._optimizers.add(optimizer)
+
     def start(self) -> None:
         super().start()
+        self._windows += 1
         self._calls.clear()
         self._stepped.clear()
 
@@ -63,13 +74,28 @@ class LearningRate(WrappingObserver):
 
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
         self._stepped.add(optimizer)
+        rates = [float(rate) for group in optimizer.param_groups if (rate := group.get("lr")) is not None]
+        schedule = self._calls.pop(optimizer, [])
+        last = [one for one in self._last_rates(optimizer) if len(one) == len(rates)]
+        is_own, usual = not last or rates in last, self._usual.setdefault(optimizer, [])
+        if self._windows == 1:
+            usual.append((len(schedule), is_own))
+        counts = {count for count, _ in usual[1:]}  # before the first step, a scheduler may have been stepped or not
+        later = self._windows > 1 and len(counts) > 0
         return {
-            "rates": [float(rate) for group in optimizer.param_groups if (rate := group.get("lr")) is not None],
+            "usual": next(iter(counts)) if later and len(counts) == len(self._optimizers) == 1 else None,
+            "left": last[0] if later and not is_own and all(own for _, own in usual) else None,
+            "rates": rates,
             "settings": [_settings(group) for group in optimizer.param_groups],
             "schedulers": len(self._schedulers.get(optimizer, ())),
             "lengths": [length for one in self._schedulers.get(optimizer, ()) if (length := _length(one)) is not None],
-            "schedule": [list(call) for call in self._calls.pop(optimizer, [])],
+            "schedule": [list(call) for call in schedule],
         }
+
+    def _last_rates(self, optimizer: Optimizer) -> list[list[float]]:
+        """Return the rates that each scheduler of an optimizer has set last."""
+        every = (getattr(one, "_last_lr", None) for one in self._schedulers.get(optimizer, ()))
+        return [[float(rate) for rate in one] for one in every if one]
 
     def _around_init(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> None:
         # A scheduler's constructor takes a first step, which sets the first rate. It does not count.
