@@ -340,7 +340,7 @@ register(
         "different for copies of {name}, which starts with the same values on several ranks",
         _SUM_THE_INPUT, 40),
     Hypothesis("exchanged-otherwise", "sync", holds(lambda case: True),
-        "not explained by any known mistake",
+        "not explained by any known mistake in their reduction",
         "check the backward of each collective in the forward: a broadcast needs a reduce to its source, an all-gather "
         "a reduce-scatter", 5),
 )  # fmt: skip
