@@ -100,6 +100,14 @@ def added_after_the_optimizer() -> None:
     fit(DistributedDataParallel(adapt(model)), optimizer)
 
 
+def another_chosen_after_the_optimizer() -> None:
+    """As PEFT's ``set_adapter`` does: it freezes the adapter that the optimizer holds, and trains another one."""
+    model = adapt(pretrained())
+    model[2].requires_grad_(False)
+    optimizer = adamw(model)
+    fit(DistributedDataParallel(adapt(model, seed=8)), optimizer)
+
+
 def added_after_the_wrapper() -> None:
     model = pretrained()
     wrapped = DistributedDataParallel(model)
@@ -195,6 +203,7 @@ def checked(train: Callable[[], None]) -> CheckedFunction:
         (adapters_of_one_rank, "trained-on-some-ranks", "trained on rank 0 only"),
         (frozen_but_decayed, "frozen-parameter-trained", "by weight decay or momentum"),
         (merged_to_be_saved, "merged-and-trained-on", "0.5 × the product of 0.up and 0.down was added"),
+        (another_chosen_after_the_optimizer, "optimizer-holds-other-parameters", "without gradients that are frozen"),
     ],
 )
 def test_a_mistake_with_adapters_is_named(train: Callable[[], None], cause: str, says: str) -> None:

@@ -115,7 +115,7 @@ def _stays(name: str, steps: Sequence[Facts]) -> bool:
 
 
 def _replaced(training: RecordedTraining) -> Iterator[Finding]:
-    """Find optimizers with parameters of no model, while model parameters of the same shapes are in none."""
+    """Find optimizers with parameters of no model or only frozen ones, while others of the same shapes are in none."""
     for rank in training.ranks:
         for optimizer in dict.fromkeys(step.optimizer for step in rank.steps):
             steps = [step for step in rank.steps if step.optimizer == optimizer]
@@ -126,13 +126,15 @@ def _replaced(training: RecordedTraining) -> Iterator[Finding]:
                 continue
             name = steps[-1].facts.get("update", {}).get("class") or "the optimizer"
             are, move = ("is", "moves") if len(own) == 1 else ("are", "move")
+            are_unused = not steps[-1].parameters[stale[0]].named
             yield failed_with_hint(
                 CHECK,
-                f"{name} holds {counted(len(stale), 'parameter')} without gradients that no module uses, while "
+                f"{name} holds {counted(len(stale), 'parameter')} without gradients that "
+                f"{'no module uses' if are_unused else 'are frozen'}, while "
                 f"{counted(len(own), 'parameter')} of the model with gradients {are} in no optimizer and never {move} "
                 f"({listed(own)})",
                 "create the optimizer after all code that replaces parameters, such as fully_shard, a change of layers "
-                "or a copy of the model",
+                "or a copy of the model, and after all adapters are added and one is chosen",
                 cause="optimizer-holds-other-parameters",
                 family="optimizer",
                 step=steps[0].number,
@@ -142,11 +144,15 @@ def _replaced(training: RecordedTraining) -> Iterator[Finding]:
 
 
 def _stale(steps: list[RecordedStep]) -> list[int]:
-    """Return the numbers of an optimizer's parameters that no called module holds and that never got a gradient."""
+    """Return the numbers of an optimizer's parameters that no called module holds and that never got a gradient.
+
+    If all of its parameters are frozen, they count as well.
+    """
+    are_frozen = not any(one.trained for one in steps[-1].parameters)
     return [
         number
         for number, parameter in enumerate(steps[-1].parameters)
-        if not parameter.named
+        if (are_frozen or not parameter.named)
         and parameter.sampled
         and all(
             number >= len(step.parameters) or not bool(step.parts(step.received)[number].nan_to_num().any())

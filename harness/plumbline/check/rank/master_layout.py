@@ -327,6 +327,7 @@ class MasterLayouts:
         are_alike = None not in prints.values() and all(one["prints"] == prints for one in every)
         if (
             not are_alike
+            or not stepped
             or len(list(self._optimizers)) != 1
             or any(sorted({*stepped} & {*one["reached"]}) != sorted(stepped) for one in every)
         ):
