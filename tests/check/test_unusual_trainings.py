@@ -294,11 +294,15 @@ def gradients_from_elsewhere():
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     torch.manual_seed(dist.get_rank())
+
+    def loss(weights, inputs, targets):
+        return cross_entropy(torch.func.functional_call(model, weights, (inputs,)), targets)
+
     for _ in range(STEPS):
-        gradients = torch.autograd.grad(loss_of(model), list(model.parameters()))
-        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-            dist.all_reduce(gradient)
-            parameter.grad = gradient / dist.get_world_size()
+        gradients = torch.func.grad(loss)(dict(model.named_parameters()), *batch())
+        for name, parameter in model.named_parameters():
+            dist.all_reduce(gradients[name])
+            parameter.grad = gradients[name] / dist.get_world_size()
         optimizer.step()
 
 
@@ -306,7 +310,7 @@ def gradients_from_elsewhere():
     ("train", "why"),
     [
         (gradients_set_to_zero, "the script sets the gradients of some parameters to zero"),
-        (gradients_from_elsewhere, "computes them with torch.autograd.grad or torch.func"),
+        (gradients_from_elsewhere, "computes them with torch.func"),
     ],
 )
 def test_what_cannot_be_judged_is_said_with_its_reason(plumbline, train, why):
@@ -1388,3 +1392,22 @@ def a_step_that_communicates_for_a_log():
 
 def test_a_step_that_communicates_for_a_log_is_judged(plumbline):
     plumbline.check(a_step_that_communicates_for_a_log, ranks=2, steps=STEPS).assert_right(require_full=True)
+
+
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, fully_shard])
+def test_clipping_every_micro_batch_is_one_mistake(plumbline, wrap):
+    def train():
+        model = wrap(small())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        torch.manual_seed(dist.get_rank())
+        for _ in range(STEPS):
+            for _ in range(3):
+                inputs, targets = batch()
+                (cross_entropy(model(inputs), targets) / 3).backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    found = plumbline.check(train, ranks=2, steps=STEPS).findings
+    bad = [one.cause for one in found if one.outcome.is_bad and one.consequence_of is None]
+    assert bad == ["clipped-every-micro-batch"]

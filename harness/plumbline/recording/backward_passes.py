@@ -21,8 +21,9 @@ class BackwardPasses:
     """Numbers the backward passes that add to ``.grad``, and reports when each begins and ends.
 
     These are calls of ``torch.autograd.backward``, and direct calls of autograd's engine, as in Megatron-LM's pipeline
-    schedules. A pass inside of another one, as in reentrant checkpointing, is part of it. Calls of
-    ``torch.autograd.grad`` do not count, because they do not change ``.grad``; neither do calls while ``paused``.
+    schedules. A pass inside of another one, as in reentrant checkpointing, is part of it. Calls while ``paused`` do not
+    count. A call of ``torch.autograd.grad`` changes no ``.grad``. It counts only if ``trains`` returns True for its
+    inputs, because the script can then use its results as gradients; ``is_by_grad`` says that such a call is running.
     ``given``: the gradients that the script gives at the roots of the pass that is running, None where it gives none.
     ``has_failed``: the pass that is running or has just ended raised an exception.
     """
@@ -36,6 +37,8 @@ class BackwardPasses:
         self.count = 0
         self.given: Sequence[Tensor | None] = ()
         self.has_failed = False
+        self.is_by_grad = False
+        self.trains: Callable[[Any], bool] = lambda inputs: False
 
     def install(self) -> None:
         """Wrap ``torch.autograd.backward``, ``torch.autograd.grad`` and autograd's engine."""
@@ -46,10 +49,23 @@ class BackwardPasses:
         def followed_backward(*args: Any, **kwargs: Any) -> Any:
             return self._followed(backward, args, kwargs)
 
-        def followed_grad(*args: Any, **kwargs: Any) -> Any:
+        def followed_grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return grad(outputs, inputs, *args, **kwargs)
+            inputs = tuple(inputs) if isinstance(inputs, Iterator) else inputs
+            given, _, creates_graph = (*args, *_NO_ARGUMENTS[len(args) :])[:3]
+            roots = _roots((outputs, kwargs.get("grad_outputs", given)), {})
+            creates_graph = kwargs.get("create_graph", creates_graph)
+            if not (self._depth or creates_graph or self.is_apart) and self.trains(inputs):
+                self.is_by_grad = True
+                try:
+                    with self.counted(*roots):
+                        return grad(outputs, inputs, *args, **kwargs)
+                finally:
+                    self.is_by_grad = False
             self._apart += 1
             try:
-                return grad(*args, **kwargs)
+                return grad(outputs, inputs, *args, **kwargs)
             finally:
                 self._apart -= 1
 
@@ -60,16 +76,8 @@ class BackwardPasses:
             replace(variable, "_execution_engine", _FollowedEngine(engine, self._followed))
 
     def _followed(self, backward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.is_apart:
+        with self.counted(*_roots(args, kwargs)):
             return backward(*args, **kwargs)
-        self._enter(*_roots(args, kwargs))
-        try:
-            return backward(*args, **kwargs)
-        except BaseException:
-            self.has_failed = self._depth == 1
-            raise
-        finally:
-            self._leave()
 
     @property
     def is_apart(self) -> bool:
@@ -78,13 +86,16 @@ class BackwardPasses:
 
     @contextmanager
     def counted(self, roots: Sequence[Tensor], given: Sequence[Tensor | None]) -> Iterator[None]:
-        """Count the block as one backward pass, although it calls ``torch.autograd.grad``."""
+        """Count the block as one backward pass, even if it calls ``torch.autograd.grad``."""
         if self.is_apart:
             yield
             return
         self._enter(roots, given)
         try:
             yield
+        except BaseException:
+            self.has_failed = self._depth == 1
+            raise
         finally:
             self._leave()
 
@@ -101,6 +112,10 @@ class BackwardPasses:
         if self._depth == 0:
             self.given = ()
             self._ends(self.count - 1)
+
+
+_NO_ARGUMENTS: tuple[Any, ...] = (None, None, False)
+"""The defaults of ``torch.autograd.grad`` for ``grad_outputs``, ``retain_graph`` and ``create_graph``."""
 
 
 class _FollowedEngine:

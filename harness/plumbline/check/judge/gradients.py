@@ -10,7 +10,13 @@ from plumbline.check.evidence.training import Facts, RecordedTraining
 from plumbline.check.judge.clipped_masters import up_to_clipping
 from plumbline.check.judge.exchanges import with_losses, with_shared_loss, with_stages
 from plumbline.check.judge.joint_truth import BY_ELIMINATION, JointTruth
-from plumbline.check.judge.judged_gradients import IN_PARTS, REASONS, REDUCED_IN_STEP, judged_gradients
+from plumbline.check.judge.judged_gradients import (
+    IN_PARTS,
+    REASONS,
+    REDUCED_IN_STEP,
+    are_by_grad,
+    judged_gradients,
+)
 from plumbline.check.judge.manual_edits import excuse_manual_edits
 from plumbline.check.judge.noted import headline_note, information, name_ranks, not_judged, steps_within_passes
 from plumbline.check.judge.precision_used import OBSERVER as PRECISION
@@ -60,6 +66,11 @@ _WITH_MASTERS: Mapping[str, str] = {
 _IN_HOOKS = (
     "the optimizer steps inside the backward pass, before any averaging over ranks; average each gradient in the hook "
     "that steps, or step after the backward pass"
+)
+
+_BY_GRAD = (
+    "average the results of torch.autograd.grad over ranks before the step: DistributedDataParallel averages only what "
+    "backward() computes"
 )
 
 _ONE_FORWARD = (
@@ -177,11 +188,13 @@ def _compared(training: RecordedTraining) -> Iterator[Finding]:
             "the script changes the weights between the backward passes of a step, as sharpness-aware minimisation "
             "does. Gradients at earlier weights are discarded and do not count",
         )
+    is_by_grad = any(map(are_by_grad, training.steps))
     if finding.outcome is Outcome.PASSED and truth.gradients.with_discarded_passes:
         yield information(
             CHECK,
             "the script discards the gradients of some backward passes before the last ones of a step, as for "
-            "adversarial examples or estimates of curvature. If they should count, call zero_grad() only once a step",
+            "adversarial examples or estimates of curvature. If they should count, "
+            + ("add up the results of torch.autograd.grad" if is_by_grad else "call zero_grad() only once a step"),
         )
     if finding.outcome is Outcome.PASSED and truth.gradients.at_several_weights:
         yield headline_note(
@@ -425,6 +438,8 @@ def _advised(finding: Finding, training: RecordedTraining) -> Finding:
         return with_hint(finding, why)
     if finding.cause == "not-synchronised" and steps_within_passes(training):
         return with_hint(finding, _IN_HOOKS)
+    if finding.cause == "not-synchronised" and any(map(are_by_grad, training.steps)):
+        return with_hint(finding, _BY_GRAD)
     if any(one.get("wrapped") for one in layouts):
         is_again = finding.cause == "some-micro-batches-not-synchronised" and _have_one_forward(training)
         return with_hint(finding, _ONE_FORWARD) if is_again else finding

@@ -18,7 +18,8 @@ from plumbline.replay.reasons import FLAT_PARTS
 NOT_FINITE = "gradients were not finite"
 NOT_FOLLOWED = (
     "no backward pass reached the optimizer's parameters, and they are not copies of the model's weights; gradients "
-    "cannot be followed if the script computes them with torch.autograd.grad or torch.func"
+    "cannot be followed if the script computes them with torch.func, or with torch.autograd.grad for only some of an "
+    "optimizer's parameters"
 )
 NOT_TOGETHER = "the ranks' forwards could not be recomputed together"
 DISTRIBUTED = f"the parameters and their gradients are DTensors, and {NOT_TOGETHER}"
@@ -318,6 +319,7 @@ def without_discarded_passes(training: RecordedTraining) -> RecordedTraining:
     - At least half of the optimizer's steps have no such passes, and the loss is not divided by the number of all
       passes. Trials before the first step are an example, and passes that estimate curvature every few steps.
     - They compute first-order gradients of inputs, as for adversarial examples.
+    - All are calls of ``torch.autograd.grad``, which accumulates nothing, and losses are not divided by their number.
     """
     for place in range(min((len(rank.steps) for rank in training.ranks), default=0)):
         tried = [_with_passes(training, place, kept) for kept in _kept_passes(training, place)]
@@ -334,6 +336,9 @@ def _kept_passes(training: RecordedTraining, place: int) -> Iterator[Sequence[in
     count = len(first.passes)
     if any((one.optimizer, one.number, len(one.passes)) != (first.optimizer, first.number, count) for one in steps):
         return
+    if all(map(are_by_grad, steps)):
+        yield from (range(begin, end) for end in range(count, 0, -1) for begin in range(end) if end - begin < count)
+        return
     counts = [len(step.passes) for step in training.ranks[0].steps if step.optimizer == first.optimizer]
     usual = {sorted(counts)[(len(counts) - 1) // 2]} if len(counts) > 1 else set()
     usual |= {max(counts[1:])} if not first.number and counts[1:] else set()
@@ -343,6 +348,11 @@ def _kept_passes(training: RecordedTraining, place: int) -> Iterator[Sequence[in
     ]
     if count and len(others) < count - 1:
         yield [*others, count - 1]
+
+
+def are_by_grad(step: RecordedStep) -> bool:
+    """Return whether the gradients of a step are results of ``torch.autograd.grad``."""
+    return bool(step.passes) and all(one.facts.get("by_grad") for one in step.passes)
 
 
 def _divides_by_all_passes(training: RecordedTraining, fewer: RecordedTraining, place: int) -> bool:
@@ -356,6 +366,7 @@ def _divides_by_all_passes(training: RecordedTraining, fewer: RecordedTraining, 
         if one.optimizer == step.optimizer and len(one.passes) == left
     )
     known = [one.of_losses for one in others if one is not None]
+    known += [1.0] if are_by_grad(step) else []
     return own is not None and any(equals(own.of_losses * len(step.passes) / left, one) for one in known)
 
 
@@ -372,4 +383,12 @@ def _with_passes(training: RecordedTraining, place: int, kept: Sequence[int]) ->
 
 def _is_right_at(training: RecordedTraining, place: int) -> bool:
     cases = [one for one in received_gradients(training) if one.index == place]
-    return bool(cases) and all(bool(one.compared.any()) and one.fit(RIGHT).holds for one in cases)
+    return bool(cases) and all(bool(one.compared.any()) and _is_right_or_simple(one) for one in cases)
+
+
+def _is_right_or_simple(case: ReceivedGradient) -> bool:
+    """Return whether a gradient is right, or a multiple or a rank's share of it that torch.autograd.grad computed."""
+    if case.fit(RIGHT).holds or not are_by_grad(case.step):
+        return case.fit(RIGHT).holds
+    own = Combination(only({case.rank}, case.world))
+    return case.fit_of_a_multiple().holds or case.fit(own).holds

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from plumbline.check.evidence.training import RecordedStep, RecordedTraining
 from plumbline.check.judge.clipped_masters import are_one, master_steps, scale_at_clipping
-from plumbline.check.judge.judged_gradients import judged_gradients
+from plumbline.check.judge.judged_gradients import are_by_grad, judged_gradients
 from plumbline.check.judge.loss_scales import division
 from plumbline.check.judge.noted import information, name_ranks, not_judged
 from plumbline.check.judge.precision_used import OBSERVER as PRECISION
@@ -336,7 +336,9 @@ def _scale_at_clipping_by_hand(wrong: Sequence[ReceivedGradient]) -> float | Non
 def _is_changed(case: ReceivedGradient) -> bool:
     if any(one.held_in is not None for one in case.parameters):
         return False  # code that copies gradients is always the script's own
-    return bool(case.step.noted("clipping").get("by_hand") or case.step.facts.get("gradient_hooks"))
+    return are_by_grad(case.step) or bool(
+        case.step.noted("clipping").get("by_hand") or case.step.facts.get("gradient_hooks")
+    )
 
 
 def _is_hooked_everywhere(case: ReceivedGradient) -> bool:

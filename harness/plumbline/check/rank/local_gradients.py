@@ -26,6 +26,7 @@ class ArrivedGradients:
     of a flat parameter that not all ranks share. ``whole``: whole gradients of parameters that are in no optimizer,
     kept until it is known in which pieces optimizers hold copies of the parameters. ``written``: what ``written`` says
     of each parameter of an optimizer when the pass begins. ``sent``: how often this rank communicated in the pass.
+    ``by_grad``: the pass is a call of ``torch.autograd.grad``.
     """
 
     number: int
@@ -39,6 +40,7 @@ class ArrivedGradients:
     whole: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     written: dict[int, tuple[int, int]] = field(default_factory=dict)
     sent: int = 0
+    by_grad: bool = False
 
     def belongs_to_others(self, own: Iterable[Tensor], every: Iterable[Tensor]) -> bool:
         """Return whether gradients are known to have arrived at other optimizers' parameters only."""
@@ -99,7 +101,7 @@ class LocalGradients:
         self._handles.clear()
 
     def _pass_begins(self, number: int, roots: Sequence[Tensor]) -> None:
-        self.current = ArrivedGradients(number)
+        self.current = ArrivedGradients(number, by_grad=self.passes.is_by_grad)
         self._begins(self.current, roots)
 
     def _pass_ends(self, number: int) -> None:

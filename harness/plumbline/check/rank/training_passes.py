@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,7 +67,8 @@ class PassWindows:
     ) -> tuple[list[ArrivedGradients], list[ArrivedGradients]]:
         """Return the passes since an optimizer's last step: those that belong to its current step, and the others.
 
-        If the step raises, and is taken again before another pass begins, it gets the same passes again.
+        If the step raises, and is taken again before another pass begins, it gets the same passes again. Calls of
+        ``torch.autograd.grad`` count only if the step has no other passes: they may serve another purpose.
 
         Args:
             optimizer: the number of the optimizer.
@@ -79,7 +80,8 @@ class PassWindows:
         for entry in own:
             entry.steps.add(optimizer)
         passes = [entry.one for entry in own] + ([] if running is None else [running])
-        return passes, [entry.one for entry in since if entry.closed]
+        others = [entry.one for entry in since if entry.closed and not entry.one.by_grad]
+        return [one for one in passes if not one.by_grad] or passes, others
 
     def takes_turns(self, optimizer: int, other: int) -> bool:
         """Return whether two optimizers took their last steps after different passes."""
@@ -158,6 +160,8 @@ class TrainingPasses:
         self._windows = PassWindows()
         self._scales: dict[int, float] = {}
         joint.connect(self._gradients.passes, lambda: self._calls.is_inside)
+        self._gradients.passes.trains = self._trains
+        self._by_grad: set[int] = set()
         self._following = False
         self.uncovered: dict[str, str] = {}
 
@@ -205,6 +209,13 @@ class TrainingPasses:
     def stepped(self, optimizer: int) -> None:
         self._windows.stepped(optimizer, self._gradients.current, optimizers=len(list(self._optimizers)))
 
+    def _trains(self, inputs: Any) -> bool:
+        """Return whether these are all trainable parameters of an optimizer, or of a model with master weights."""
+        given = {id(inputs)} if isinstance(inputs, Tensor) else set(map(id, inputs))
+        trained = [*map(parameters_of, self._optimizers), self._layouts.candidates() if self._following else []]
+        needed = [{id(one) for one in own if one.requires_grad} for own in trained]
+        return any(own and own <= given for own in needed)
+
     def _current_pass(self) -> int | None:
         return None if self._gradients.current is None else self._gradients.current.number
 
@@ -249,6 +260,9 @@ class TrainingPasses:
         if self._gradients.passes.has_failed:
             return  # the script catches the error and retries, as with a smaller batch if memory was short
         one.scale = self._scales[one.number] = self._loss_scale.scale
+        if one.by_grad:
+            one.facts["by_grad"] = True
+            self._by_grad.add(one.number)
         if one.local or one.distributed or one.in_flat_parts or one.whole:
             one.facts |= {"distributed": one.distributed, "in_flat_parts": one.in_flat_parts}
             self._windows.add(one)
@@ -264,6 +278,10 @@ class TrainingPasses:
         if not self._replays:
             self._calls.forget()
             return
+        unused, self._by_grad = self._by_grad - {one.number for one in passes}, set()
+        for call in self._calls.pending():
+            for number in unused & call.cotangents.keys():
+                del call.cotangents[number]
         calls = recorded_calls(self._calls.pending(), self._scales)
         self._scales = {}
         otherwise = any(recomputed_otherwise(one.facts) for one in passes)
@@ -277,6 +295,8 @@ class TrainingPasses:
             if found is not None:
                 if otherwise:
                     _leave_out_hooked(found)
+                if one.by_grad:
+                    _leave_out(found, [each for each in found.gradients if id(each) not in one.local])
                 if found.repeats:
                     one.facts[REPEATS] = True
                 else:
@@ -307,6 +327,12 @@ class TrainingPasses:
 
 def _leave_out_hooked(found: ExactPass) -> None:
     """Leave out parameters with gradient hooks of the script: these gradients differ from a replay in any case."""
-    for parameter in [one for one in found.native if has_gradient_hooks(one)]:
-        del found.gradients[parameter], found.native[parameter]
-        found.uncovered[parameter] = HOOKED
+    hooked = [one for one in found.native if has_gradient_hooks(one)]
+    _leave_out(found, hooked)
+    found.uncovered |= dict.fromkeys(hooked, HOOKED)
+
+
+def _leave_out(found: ExactPass, parameters: Iterable[nn.Parameter]) -> None:
+    for one in parameters:
+        found.gradients.pop(one, None)
+        found.native.pop(one, None)
