@@ -45,6 +45,8 @@ class AbsentRankError(Exception):
 class Exchange:
     """Gives each rank the values of all ranks, as JSON. Every rank has to make the same calls in the same order.
 
+    A rank that needs no values calls ``say`` in place of ``values``.
+
     ``ranks``: the ranks that exchange values, by default all. ``patience_s``: seconds that each one waits for the
     others, by default ``TIMEOUT_S``.
     """
@@ -83,6 +85,10 @@ class Exchange:
         if self._round > 1:
             self._store.delete_key(f"{self._round - 1} {rank}")
         return [one["value"] for one in found]
+
+    def say(self, own: Any) -> None:
+        """Give this rank's value for the next round, without waiting for those of other ranks."""
+        self._give({"value": own})
 
     def offer(self, own: Any) -> None:
         """Write a value once, for ``offered``."""

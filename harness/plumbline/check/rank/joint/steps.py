@@ -39,6 +39,8 @@ FLAT = (
     "judged"
 )
 
+ONLY_SOME = "ranks take part in the step in different ways, so their forwards were not recomputed together"
+
 _NOTHING: tuple[Sequence[RecordedCall], Sequence[RecordedCall], Mapping[int, bool]] = [], [], {}
 
 _SCALING = ("MulBackward0", "DivBackward0")
@@ -63,6 +65,7 @@ class JointSteps(Observer):
         self._layouts = layouts
         self.pipelines = Pipelines()
         self._exchange = Exchange()
+        self._roll = Exchange("plumbline joint steps")
         self._functions = ExchangeFunctions()
         self._meetings = Meetings()
         self._comparison = JointComparison(self._exchange, self._meetings)
@@ -135,7 +138,17 @@ class JointSteps(Observer):
         receiving = [
             one for one in calls if one.call.receives_activations or not received.keys().isdisjoint(one.cotangents)
         ]
-        if calls and _are_several_ranks() and (in_parts or receiving or products):
+        if not calls and self._comparison.is_waiting:
+            self._found = self._comparison.resume(list(self._held(*self._waiting)))
+            self._waiting = self._waiting if self._comparison.is_waiting else _NOTHING
+            return
+        functions = self._functions.take()
+        if not _are_several_ranks() or not (calls or functions):
+            return
+        is_joint = bool(calls) and bool(in_parts or receiving or products)
+        if not self._all_take_part("forward" if is_joint else "loss" if functions else ""):
+            return
+        if is_joint:
             activations = {id(one): one for call in calls for one in call.call.activations}
             others = [each for own in received.values() for each in own]
             elsewhere = self._comparison.received_elsewhere(digests([*activations.values(), *others]))
@@ -145,7 +158,6 @@ class JointSteps(Observer):
             ends_in_loss = {number: value is not None for number, value in values.items()}
             in_parts |= bool(of_stages)
             in_parts |= any(math.isnan(values[number] or 0.0) for one in receiving for number in one.cotangents)
-            functions = self._functions.take()
             if any(part_of(parameter) is not None for one in calls for parameter in one.call.trainable):
                 self._found = {"why": FLAT}
                 return
@@ -167,11 +179,22 @@ class JointSteps(Observer):
             found = self._comparison.compare(calls, held, losses, divisors, names, by_hand, in_parts=in_parts)
             self._waiting = (calls, receiving, ends_in_loss) if self._comparison.is_waiting else _NOTHING
             self._found = found | compared or None
-        elif not calls and self._comparison.is_waiting:
-            self._found = self._comparison.resume(list(self._held(*self._waiting)))
-            self._waiting = self._waiting if self._comparison.is_waiting else _NOTHING
-        elif _are_several_ranks() and (functions := self._functions.take()):
+        else:
             self._found = self._compared_functions(functions) or None
+
+    def _all_take_part(self, part: str) -> bool:
+        """Return whether all ranks compare the same ``part`` of a step; a rank that compares none does not wait."""
+        if not part or self._comparison.obstacle:
+            self._roll.say(part)
+            return bool(part)
+        try:
+            every = self._roll.values(part)
+        except AbsentRankError as error:
+            self._comparison.leave(str(error))
+            return True
+        if any(other != part for other in every):
+            self._found = {"why": ONLY_SOME}
+        return self._found is None
 
     def _compared_functions(self, calls: Sequence[Exchanged]) -> Facts:
         """Compare the backward of functions by which the loss communicates, if every rank has called them."""
