@@ -40,15 +40,38 @@ class Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> Tensor:
-        gradient = gradient.clone()
         if MISTAKE != "not-reduced":
-            dist.all_reduce(gradient)
-        return gradient.chunk(dist.get_world_size())[dist.get_rank()]
+            dist.all_reduce(gradient)  # in place, as many scripts do
+        own = gradient.chunk(dist.get_world_size())[dist.get_rank()]
+        return own * dist.get_world_size() if MISTAKE == "counted-on-each-rank" else own
 
 
 keep_functions_patched()  # like `plumbline check` when torch is imported
 gather = Gathered.apply
 """Looked up before recording starts, as in scripts that keep a reference."""
+
+
+class FromNeighbour(torch.autograd.Function):
+    """The rows of the rank before this one, as in SigLIP."""
+
+    @staticmethod
+    def forward(context: Any, rows: Tensor) -> Tensor:
+        return _exchanged(rows)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return gradient if MISTAKE == "not-sent-back" else _exchanged(gradient)
+
+
+def _exchanged(values: Tensor) -> Tensor:
+    received = torch.empty_like(values)
+    operations = [
+        dist.P2POp(operation, one, 1 - dist.get_rank())
+        for operation, one in ((dist.isend, values.contiguous()), (dist.irecv, received))
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    return received
 
 
 class Statistics(torch.autograd.Function):
@@ -106,6 +129,11 @@ def contrast(ours: Tensor, theirs: Tensor, scale: Tensor, *, by_torch: bool = Fa
     return sum(functional.cross_entropy(scale * one, place) for one in logits) / 2
 
 
+def neighbour(ours: Tensor, theirs: Tensor, scale: Tensor) -> Tensor:
+    """Own rows against those of the other rank."""
+    return functional.softplus(scale * ours @ FromNeighbour.apply(theirs).T).mean() - (ours * theirs).mean()
+
+
 def variance(ours: Tensor, theirs: Tensor, scale: Tensor) -> Tensor:
     """Compute the statistics of all rows on every rank, as in VICReg."""
     every = [Gathered.apply(one) for one in (ours, theirs)]
@@ -136,6 +164,7 @@ def straight(ours: Tensor, theirs: Tensor, scale: Tensor) -> Tensor:
 LOSSES: dict[str, Loss] = {
     "contrast": contrast,
     "contrast-of-torch": partial(contrast, by_torch=True),
+    "neighbour": neighbour,
     "variance": variance,
     "correlation": correlation,
     "correlation-in-place": partial(correlation, in_place=True),
@@ -310,6 +339,30 @@ def train_with_an_own_head(kind: str) -> None:
         for name, one in model.named_parameters():
             if not name.startswith("last"):
                 dist.all_reduce(one.grad)
+        optimizer.step()
+
+
+def train_otherwise_on_one_rank(kind: str) -> None:
+    """Train a model whose outputs only one rank compares with those of all ranks, or whose gradients it gives itself.
+
+    Nothing flows back to the other rank.
+    """
+    global MISTAKE
+    MISTAKE = "not-reduced"
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(WIDTH, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        outputs, targets = model(torch.randn(ROWS, WIDTH, generator=generator)), torch.zeros(ROWS, 4)
+        own = outputs if dist.get_rank() == 0 and kind == "gathered" else outputs.detach()
+        every = gather(own) if kind == "gathered" else own
+        if dist.get_rank() == 0 and kind == "given":
+            outputs.backward(2 * own / own.numel())
+        else:
+            loss = functional.mse_loss(outputs, targets)
+            (loss + every.mean() if every.requires_grad else loss).backward()
         optimizer.step()
 
 

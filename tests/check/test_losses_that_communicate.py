@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from functools import partial
 from itertools import count
@@ -16,6 +17,7 @@ from plumbline.check.judge.noted import HeadlineNote
 from plumbline.check.judge.script_checks import CheckedTraining
 from plumbline.check.rank.joint import exchanges
 from plumbline.check.rank.joint.exchanges import Exchanged, ExchangeFunctions
+from plumbline.check.rank.store_exchange import TIMEOUT_S
 from plumbline.check.verdict.verdict import Answer, answer_of
 from plumbline.replay.nested import map_tensors
 from plumbline.replay.random_state import RandomState
@@ -23,11 +25,12 @@ from plumbline.replay.random_state import RandomState
 RIGHT = (
     "contrast", "contrast-of-torch", "variance", "correlation", "correlation-in-place", "printed",
     "contrast inside", "contrast-of-torch inside", "correlation inside", "correlation-in-place inside",
-    "printed inside", "normalised", "checkpoint", "reentrant-checkpoint", "compiled", "vocabulary",
+    "printed inside", "normalised", "checkpoint", "reentrant-checkpoint", "compiled", "vocabulary", "neighbour",
 )  # fmt: skip
 
 WRONG = (
-    ("contrast", "not-reduced"), ("contrast inside", "not-reduced"), ("normalised", "not-reduced"),
+    ("contrast", "not-reduced"), ("contrast", "counted-on-each-rank"), ("neighbour", "not-sent-back"),
+    ("contrast inside", "not-reduced"), ("normalised", "not-reduced"),
     ("checkpoint", "counted-on-each-rank"), ("compiled", "counted-on-each-rank"),
 )  # fmt: skip
 
@@ -59,6 +62,14 @@ def test_a_backward_that_exchanges_otherwise_than_its_forward_is_named(
 def test_it_is_said_whose_backward_was_compared(plumbline: Any) -> None:
     messages = [one.message for one in checked(plumbline, "contrast").findings if one.check == "gradients"]
     assert any("communicates through Gathered, whose backward is the derivative" in one for one in messages)
+
+
+@pytest.mark.parametrize("kind", ["given", "gathered"])
+def test_ranks_that_take_part_in_different_ways_do_not_wait_for_each_other(plumbline: Any, kind: str) -> None:
+    began = time.monotonic()
+    check = plumbline.check(partial(losses_that_communicate.train_otherwise_on_one_rank, kind), ranks=2, steps=2)
+    assert check.answer is Answer.RIGHT
+    assert time.monotonic() - began < TIMEOUT_S / 2
 
 
 def test_a_gathered_loss_that_counts_own_rows_only_is_noted(plumbline: Any) -> None:

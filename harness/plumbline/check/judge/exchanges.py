@@ -17,6 +17,7 @@ from plumbline.report.text import listed
 _WRONG = {
     "own": "leaves out the gradients of the other ranks",
     "multiple": "multiplies the derivative of its forward by the number of ranks",
+    "linear": "is not the derivative of its linear forward",
 }
 """What is wrong about a backward. Other differences may be a derivative that the script defines on purpose."""
 
@@ -125,7 +126,8 @@ def _with_wrong_backward(training: RecordedTraining, finding: Finding) -> Findin
             failed = failed_with_hint(
                 finding.check,
                 f"the loss communicates through {one['function']}, whose backward {_WRONG[one['is']]}",
-                "correct the backward: an all-gather needs a reduce-scatter, an all-reduce needs an all-reduce",
+                "correct the backward: an all-gather needs a reduce-scatter, an all-reduce needs an all-reduce, and an "
+                "exchange with other ranks needs the exchange in the opposite direction",
                 cause="exchanged-otherwise",
                 family="sync",
                 step=number,

@@ -35,9 +35,10 @@ LIMIT = 2.0**7
 MOST = 16
 """The most calls compared at each step, and the most ranks whose inputs are moved one rank at a time."""
 
-RIGHT, PART, MULTIPLE, OWN = "right", "part", "multiple", "own"
+RIGHT, PART, MULTIPLE, OWN, LINEAR = "right", "part", "multiple", "own", "linear"
 """The backward is the derivative of the forward, this derivative divided by the number of ranks that communicate,
-multiplied by it, or the derivative of the rank's own outputs alone."""
+multiplied by it, or the derivative of the rank's own outputs alone. Or it is none of these, nor a multiple of the
+derivative, although the forward is linear: no other backward can be meant, as in a straight-through estimator."""
 
 _OF_TORCH = "torch.distributed.nn"
 """The module with torch's own functions by which a loss can communicate."""
@@ -145,12 +146,18 @@ class ExchangeFunctions:
         # Drop calls whose graph is gone, such as those of an evaluation with gradients enabled.
         self._calls = [one for one in self._calls if one.arrived or one.node() is not None] + [call]
         weak = ref(call)  # the script's graph may outlive the record
+        cotangents: list[Tensor | None] = []
 
-        def arrived(given: Sequence[Tensor | None], cotangents: Sequence[Tensor | None]) -> None:
+        def arrives(arriving: Sequence[Tensor | None]) -> None:
+            cotangents[:] = _copied(arriving)  # the backward may change them, as an all-reduce in place does
+
+        def arrived(given: Sequence[Tensor | None], _: Sequence[Tensor | None]) -> None:
             one = weak()
             if one is not None and not is_paused():
-                one.arrived.append((_copied(given), _copied(cotangents)))
+                one.arrived.append((_copied(given), [*cotangents]))
+            cotangents.clear()
 
+        node.register_prehook(arrives)
         node.register_hook(arrived)
 
 
@@ -177,26 +184,33 @@ def compared_calls(exchange: Exchange, meetings: Meetings, calls: Sequence[Excha
             alone = [exchange.values(_attempted(meetings, call, number, only=rank))[rank] for rank in range(len(every))]
             if all(alone) and all(_agree(one, one["received"], one["right"]) for one in alone):
                 fact["is"] = OWN
+        if fact is not None and fact["is"] == "":
+            others = exchange.values(_attempted(meetings, call, number, length=1.0))
+            if all(others) and _is_linear(others) and not _are_multiples(every, others):
+                fact["is"] = LINEAR
         found += [fact] if fact is not None else []
     return found
 
 
-def _attempted(meetings: Meetings, call: Exchanged, seed: int, only: int | None = None) -> dict[str, float] | None:
+def _attempted(
+    meetings: Meetings, call: Exchanged, seed: int, only: int | None = None, length: float = STEP
+) -> dict[str, float] | None:
     try:
         with meetings.held():
-            return _terms(call, seed, only)
+            return _terms(call, seed, only, length)
     except Exception:
         return None
 
 
-def _terms(call: Exchanged, seed: int, only: int | None) -> dict[str, float]:
+def _terms(call: Exchanged, seed: int, only: int | None, length: float) -> dict[str, float]:
     """Return this rank's terms of the right and the received derivative along a random direction, and of their noise.
 
-    ``only``: the only rank whose inputs move; None to move those of all ranks.
+    ``only``: the only rank whose inputs move; None to move those of all ranks. ``length``: by how much they move; each
+    length has its own direction.
     """
     ((given, cotangents),) = call.arrived
     rank = torch.distributed.get_rank()
-    generator = torch.Generator().manual_seed(1 + 1000 * seed + rank)
+    generator = torch.Generator().manual_seed(1 + 1000 * seed + rank + (length != STEP) * 2**20)
     along = [_direction(one, generator) if one.requires_grad and only in (None, rank) else None for one in call.inputs]
 
     def moved_by(length: float) -> list[Tensor]:
@@ -206,13 +220,13 @@ def _terms(call: Exchanged, seed: int, only: int | None) -> dict[str, float]:
 
         return call.outputs(moved)
 
-    forth, still, back = moved_by(STEP), moved_by(0.0), moved_by(-STEP)
+    forth, still, back = moved_by(length), moved_by(0.0), moved_by(-length)
     outputs = [
         (a, c, b, v.to(a.dtype)) for a, c, b, v in zip(forth, still, back, cotangents, strict=True) if v is not None
     ]
-    right = [(a - b) / (2 * STEP) * v for a, _, b, v in outputs]
+    right = [(a - b) / (2 * length) * v for a, _, b, v in outputs]
     # Where a kink is crossed, or where the function rounds its results after all, both sides differ.
-    bends = [(a + b - 2 * c) / (2 * STEP) * v for a, c, b, v in outputs]
+    bends = [(a + b - 2 * c) / (2 * length) * v for a, c, b, v in outputs]
     received = [g.to(d.dtype) * d for g, d in zip(given, along, strict=True) if g is not None and d is not None]
     size = sum(float(a.norm() * v.norm()) for a, _, _, v in outputs)
     units = [torch.finfo(one.dtype).eps / 2 for one in (*given, *cotangents) if one is not None]
@@ -220,7 +234,7 @@ def _terms(call: Exchanged, seed: int, only: int | None) -> dict[str, float]:
         "right": sum(float(one.sum()) for one in right),
         "received": sum(float(one.sum()) for one in received),
         "squares": sum(float(one.square().sum()) for one in (*right, *received)),
-        "cancelled": 2.0**-52 * size / STEP,
+        "cancelled": 2.0**-52 * size / length,
         "bent": sum(float(one.norm() + one.sum().abs()) for one in bends),
         "unit": max(units, default=0.0),
         "inputs": sum(float((one.detach().double() * d).sum()) for one, d in _pairs(call)),
@@ -234,14 +248,30 @@ def _found(call: Exchanged, every: Sequence[dict[str, float]]) -> Facts | None:
     """
     if len({one["inputs"] for one in every}) < len(every):
         return None
-    total = {kind: math.fsum(one[kind] for one in every) for kind in every[0]}
-    total["unit"] = max(one["unit"] for one in every)
+    total = _total(every)
     ranks, right, received, noise = call.ranks, total["right"], total["received"], _noise(total)
     if not math.isfinite(noise) or max(abs(right), abs(received)) <= 2 * LIMIT * noise:
         return None
     related = {RIGHT: (received, right), PART: (received, right / ranks), MULTIPLE: (received, right * ranks)}
     which = next((kind for kind, values in related.items() if _agree(total, *values)), "")
     return {"function": call.name, "ranks": ranks, "error": abs(received - right) / noise, "is": which}
+
+
+def _total(every: Sequence[dict[str, float]]) -> dict[str, float]:
+    unit = max(one["unit"] for one in every)
+    return {kind: unit if kind == "unit" else math.fsum(one[kind] for one in every) for kind in every[0]}
+
+
+def _is_linear(every: Sequence[dict[str, float]]) -> bool:
+    """Return whether the differences of a forward over long ways show no bend."""
+    return all(one["bent"] <= LIMIT * one["cancelled"] for one in every)
+
+
+def _are_multiples(*directions: Sequence[dict[str, float]]) -> bool:
+    """Return whether one factor turns the right derivatives along two directions into the received ones."""
+    one, other = map(_total, directions)
+    noise = math.hypot(other["right"] * _noise(one), one["right"] * _noise(other))
+    return abs(one["received"] * other["right"] - other["received"] * one["right"]) <= LIMIT * noise
 
 
 def _noise(terms: dict[str, float]) -> float:
