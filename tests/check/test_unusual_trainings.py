@@ -966,6 +966,11 @@ def _mean_of_own_tokens(logits, labels):
     return -(logits.log_softmax(1).gather(1, labels[:, None]).squeeze(1) * mask).sum() / mask.sum()
 
 
+def _masked_own_tokens(logits, labels):
+    mask = (torch.arange(len(labels)) < 2 + dist.get_rank()).float()
+    return (cross_entropy(logits, labels, reduction="none") * mask).sum() / mask.sum()
+
+
 def _mean_of_all_tokens(logits, labels):
     return _mean_of_own_tokens(logits, labels) * (2 + dist.get_rank()) / 5
 
@@ -1007,6 +1012,7 @@ def test_sums_over_ranks_of_means_that_are_written_by_hand_are_wrong(plumbline, 
     ("loss", "told"),
     [
         (lambda *given: 2 * _mean_of_all_tokens(*given), "The loss is the mean over all 5 terms of"),
+        (_masked_own_tokens, "The loss is a weighted mean of cross_entropy over 2 ranks: a term counts up to 1.5"),
         (
             _mean_of_own_tokens,
             "The loss is a weighted mean of the script's own loss over 2 ranks: a term counts up to 1.5",

@@ -331,6 +331,8 @@ def _shares(step: RecordedStep, *, written: bool = False) -> list[Share] | None:
         first, is_one_call = calls[0], len(calls) == 1
         terms, weight = (sum(call[kind] for call in calls) for kind in ("terms", "weight"))
         is_even = first["even"] if is_one_call else True
+        if is_one_call and first["reduction"] == "none":  # the script may leave out terms, as with a mask
+            terms, is_even = first["own"]["terms"], first["own"]["even"]
         is_alone = noted["alone"] if is_one_call else True
         shares.append(Share(first["function"], first["reduction"], terms, weight / one.scale, is_even, is_alone))
     return shares
