@@ -1417,3 +1417,20 @@ def test_clipping_every_micro_batch_is_one_mistake(plumbline, wrap):
     found = plumbline.check(train, ranks=2, steps=STEPS).findings
     bad = [one.cause for one in found if one.outcome.is_bad and one.consequence_of is None]
     assert bad == ["clipped-every-micro-batch"]
+
+
+@pytest.mark.parametrize(("averages", "answer"), [(True, Answer.NOT_JUDGED), (False, Answer.WRONG)])
+def test_weights_that_are_averaged_only_after_the_recorded_steps_are_not_called_wrong(plumbline, averages, answer):
+    def train():
+        model = small()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        torch.manual_seed(dist.get_rank())
+        for step in range(2 * STEPS + 1):
+            optimizer.zero_grad()
+            loss_of(model).backward()
+            optimizer.step()
+            if step + 1 == 2 * STEPS:
+                for one in model.parameters():
+                    _averaged(one.data if averages else one.detach().clone())
+
+    assert answer_of(*plumbline.check(train, ranks=2, steps=STEPS).trainings) is answer

@@ -12,10 +12,21 @@ from plumbline.check.judge.judged_gradients import are_by_grad, judged_gradients
 from plumbline.check.judge.loss_scales import division
 from plumbline.check.judge.noted import information, name_ranks, not_judged
 from plumbline.check.judge.precision_used import OBSERVER as PRECISION
-from plumbline.check.judge.rank_weights import factor_of_equal_weights, ranks_begin_apart, weights_are_made_equal
+from plumbline.check.judge.rank_weights import (
+    factor_of_equal_weights,
+    ranks_begin_apart,
+    weights_are_made_equal,
+    when_made_equal,
+)
 from plumbline.check.judge.received_gradient import ReceivedGradient
 from plumbline.check.judge.step_objective import NEAR, has_plain_mean, objective_of, step_objectives
-from plumbline.check.judge.unreduced import AVERAGED, MADE_EQUAL, ranks_hold_one_model, separate_adapters
+from plumbline.check.judge.unreduced import (
+    AVERAGED,
+    MADE_EQUAL,
+    MADE_EQUAL_LATER,
+    ranks_hold_one_model,
+    separate_adapters,
+)
 from plumbline.core.finding import Finding, is_unexplained
 from plumbline.core.numbers import scale_text
 from plumbline.core.titles import title_of
@@ -146,7 +157,7 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
 def _with_equal_weights(check: str, training: RecordedTraining, step: int | None) -> Finding:
     factor = factor_of_equal_weights(training)
     if factor is None:
-        return not_judged(check, MADE_EQUAL, step)
+        return not_judged(check, MADE_EQUAL_LATER if when_made_equal(training) == "later" else MADE_EQUAL, step)
     if factor == 1:
         return information(check, f"each rank steps with its own gradients, and {AVERAGED}", step)
     return failed_with_hint(

@@ -158,17 +158,31 @@ def all_gradients_are_reduced(training: RecordedTraining) -> bool:
 def weights_are_made_equal(training: RecordedTraining) -> bool:
     """Return whether ranks with different weights after a step have the same weights before a later one.
 
-    Torch's communication hook for local SGD counts as well: it may make weights equal only after the recorded steps.
+    This may also happen after the recorded steps. Torch's communication hook for local SGD counts as well.
     """
-    if any(LOCAL_SGD in rank.noted("precision").get("hooks", ()) for rank in training.ranks):
-        return True
+    return any(LOCAL_SGD in rank.noted("precision").get("hooks", ()) for rank in training.ranks) or bool(
+        when_made_equal(training)
+    )
+
+
+def when_made_equal(training: RecordedTraining) -> str:
+    """Return whether the weights of ranks are made equal between ``recorded`` steps or ``later``; "" if they are not.
+
+    Of later steps, only one parameter is known.
+    """
     apart: set[tuple[int, str]] = set()
     for steps in training.common_steps:
         weights = {one.key: one for one in weights_at(steps)}
         if apart & weights.keys() and not any(one.differ("before") for one in weights.values()):
-            return True
+            return "recorded"
         apart |= {name for name, one in weights.items() if one.differ("after")}
-    return False
+    noted = [rank.noted(WEIGHTS) for rank in training.ranks]
+    first, *others = [one.get("later") or {} for one in noted]
+    are_equal = any(own and all(one.get(step) == own for one in others) for step, own in first.items())
+    steps_of_one = [step for step in training.ranks[0].steps if first and step.parameters[noted[0]["place"] :]]
+    held = {(step.optimizer, step.parameters[noted[0]["place"]].name) for step in steps_of_one}
+    is_whole = 1 < len(noted) == training.world_size
+    return "later" if are_equal and is_whole and not held.isdisjoint(apart) else ""
 
 
 def factor_of_equal_weights(training: RecordedTraining) -> float | None:

@@ -32,6 +32,11 @@ MADE_EQUAL = (
 )
 """Why unreduced gradients are not judged."""
 
+MADE_EQUAL_LATER = (
+    "each rank steps with its own gradients, and the script makes the ranks' weights equal only after the recorded "
+    "steps, as local SGD does; record more --steps than it takes until then"
+)
+
 AVERAGED = "the script averages the weights of all ranks between steps, as local SGD does"
 
 _CAUSES = ("not-synchronised", "some-parameters-not-synchronised", "exchanged-otherwise")

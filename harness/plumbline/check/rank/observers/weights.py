@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import Optimizer
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from plumbline.check.evidence.training import Facts
@@ -18,9 +19,14 @@ from plumbline.check.rank.tensor_digest import digest_and_projection, readable_v
 from plumbline.recording.module_calls import running_modules
 from plumbline.recording.observer import Observer
 from plumbline.recording.parameters import parameters_of
+from plumbline.recording.patching import attempt, undone_by
 from plumbline.recording.pause import is_rehearsal
 from plumbline.recording.sharding import is_replicated
+from plumbline.replay.collectives import collectives
 from plumbline.replay.unwrapping import wrapped_in
+
+MOST_LATER = 16
+"""After so many looks at weights after the recorded steps, there are no more."""
 
 
 class WeightObserver(Observer):
@@ -34,6 +40,10 @@ class WeightObserver(Observer):
     optimizer's very first step, which may not be recorded; None for parameters that the optimizer got later.
     ``unreduced`` says why a wrapper reduces no gradients of its own parameter, and ``replicated`` which parameters are
     DTensors that should be the same on all ranks. ``copied``: the gradient is one that should be the same on all ranks.
+
+    If no wrapper reduces gradients, ranks may make their weights equal only after the recorded steps, as in local SGD.
+    ``later`` has digests of one parameter, with the index ``place`` in its optimizer, before the first later steps that
+    follow a communication, by their numbers since the recording.
     """
 
     name = "weights"
@@ -48,6 +58,9 @@ class WeightObserver(Observer):
         self._seen: Any = WeakTensorKeyDictionary()  # parameters of modules that were called without gradients
         self._called: list[tuple[weakref.ref[nn.Module], list[str | None]]] = []
         self._constants: list[Facts] = []
+        self._alone: Optimizer | None = None
+        self._place = 0
+        self._later: dict[str, str | None] = {}
 
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note a module's parameters when it is called for the first time: a wrapper has broadcast them by now."""
@@ -108,6 +121,8 @@ class WeightObserver(Observer):
         parameters = parameters_of(optimizer)
         made = [digest_and_projection(p) for p in parameters]
         self._after |= {id(p): one for p, one in zip(parameters, made, strict=True)}
+        if parameters and not any(noted.get("wrapped", ())):
+            self._alone, self._place = optimizer, min(range(len(parameters)), key=lambda one: parameters[one].numel())
         after, projections = [digest for digest, _ in made], [projection for _, projection in made]
         return {**noted, "after": after, "projections": projections}
 
@@ -134,7 +149,26 @@ class WeightObserver(Observer):
         self._modules, self._after, self._called = [], {}, []
 
     def final_facts(self) -> Facts | None:
-        return {"modules": self._initial, "constants": self._constants} if self._initial else None
+        later = {"later": self._later, "place": self._place} if self._later else {}
+        return {"modules": self._initial, "constants": self._constants, **later} if self._initial else None
+
+    def after_recording(self, write: Callable[[], None]) -> None:
+        """Look at one parameter before the next steps that follow a communication."""
+        count, steps = sum(collectives().values()), 0
+
+        def look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            nonlocal count, steps
+            if optimizer is not self._alone or len(self._later) == MOST_LATER:
+                return
+            steps += 1
+            if count != (now := sum(collectives().values())):
+                count = now
+                self._later[f"{steps}"] = attempt(tensor_digest, parameters_of(optimizer)[self._place])
+                write()
+
+        if self._alone is not None:
+            hook: Any = torch._compile._disable_dynamo(look)
+            undone_by(register_optimizer_step_pre_hook(hook).remove)
 
     def _wrapped(self, parameters: list[Tensor]) -> list[bool]:
         """Return for each parameter whether a DistributedDataParallel keeps it the same on all its ranks."""
