@@ -289,7 +289,8 @@ class TrainingPasses:
         sent = frozenset(one.sent for one in passes)
         routes = any(EXPERTS in one.facts for one in passes)
         kind = None if routes else (optimizer, self._layouts.of(optimizer) is None, arrived)
-        exact = self._exact.compute(kind=kind, sent=sent, recomputed_otherwise=otherwise)
+        found_by_pass = self._exact.compute(kind=kind, sent=sent, recomputed_otherwise=otherwise)
+        exact = {number: found for number, found in found_by_pass.items() if number not in unused}
         for one in passes:
             found = exact.get(one.number)
             if found is not None:
