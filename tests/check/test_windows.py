@@ -69,8 +69,8 @@ for step in range(35):
     is_late = step >= 14
     for _ in range({"stops": 0, "hurries": 2}.get(sys.argv[1], 1) if is_late else 1):
         scheduler.step()
-    if is_late and sys.argv[1] == "overrides":
-        optimizer.param_groups[0]["lr"] = 0.05
+    if is_late and sys.argv[1] == "overrides" or step == 14 and sys.argv[1] == "sets once":
+        optimizer.param_groups[0]["lr"] = 0.03
 """
 
 RANKS = """
@@ -137,7 +137,8 @@ def test_a_note_that_only_later_windows_have_is_printed_once(tmp_path, capfd):
     ("change", "note"),
     [
         ("none", ""),
-        ("overrides", "At step 20, the learning rate is 0.05, but a scheduler has set"),
+        ("overrides", "At step 20, the learning rate is 0.03, but a scheduler's is"),
+        ("sets once", "but a scheduler's is"),
         ("stops", "The scheduler stepped not at all before step 20, but once before each of the first recorded steps"),
         ("hurries", "The scheduler stepped 2 times before step 20, but once"),
     ],

@@ -149,9 +149,9 @@ def _after_the_first_window(training: RecordedTraining) -> Iterator[Finding]:
         if (rates := one.facts.get("left")) is not None:
             yield headline_note(
                 CHECK,
-                f"At {one.name}, the learning rate is {_in_words(one.facts['rates'])}, but a scheduler has set "
-                f"{_in_words(rates)}, as the optimizer had it in the first recorded steps. Unless this is intended, "
-                "leave the rate to the scheduler.",
+                f"At {one.name}, the learning rate is {_in_words(one.facts['rates'])}, but a scheduler's is "
+                f"{_in_words(rates)}. In the first recorded steps, the optimizer had that of a scheduler. Unless "
+                "this is intended, leave the rate to the scheduler.",
             )
             return
         usual, count = one.facts.get("usual"), len(one.facts["schedule"])

@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer
 
 from plumbline.check.evidence.training import Facts
 from plumbline.recording.observer import WrappingObserver
-from plumbline.recording.patching import wrap_overrides
+from plumbline.recording.patching import attempt, wrap_overrides
 
 _SETTINGS = (
     "alpha", "amsgrad", "beta1", "beta2", "betas", "centered", "dampening", "decoupled_weight_decay", "eps", "etas",
@@ -76,8 +76,8 @@ class LearningRate(WrappingObserver):
         self._stepped.add(optimizer)
         rates = [float(rate) for group in optimizer.param_groups if (rate := group.get("lr")) is not None]
         schedule = self._calls.pop(optimizer, [])
-        last = [one for one in self._last_rates(optimizer) if len(one) == len(rates)]
-        is_own, usual = not last or rates in last, self._usual.setdefault(optimizer, [])
+        last = [one for one in self._scheduled(optimizer) if len(one) == len(rates)]
+        is_own, usual = not last or any(_are_near(rates, one) for one in last), self._usual.setdefault(optimizer, [])
         if self._windows == 1:
             usual.append((len(schedule), is_own))
         counts = {count for count, _ in usual[1:]}  # before the first step, a scheduler may have been stepped or not
@@ -92,9 +92,15 @@ class LearningRate(WrappingObserver):
             "schedule": [list(call) for call in schedule],
         }
 
-    def _last_rates(self, optimizer: Optimizer) -> list[list[float]]:
-        """Return the rates that each scheduler of an optimizer has set last."""
-        every = (getattr(one, "_last_lr", None) for one in self._schedulers.get(optimizer, ()))
+    def _scheduled(self, optimizer: Optimizer) -> list[list[float]]:
+        """Return the rates that each scheduler of an optimizer wants now, or has set last.
+
+        Many schedulers multiply the last rate, so that a rate that the script has set lasts. Some know their course.
+        """
+        schedulers = self._schedulers.get(optimizer, ())
+        every = (
+            attempt(getattr(one, "_get_closed_form_lr", list)) or getattr(one, "_last_lr", ()) for one in schedulers
+        )
         return [[float(rate) for rate in one] for one in every if one]
 
     def _around_init(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> None:
@@ -119,6 +125,12 @@ class LearningRate(WrappingObserver):
                     optimizer = getattr(scheduler, "optimizer", None)
                     if isinstance(optimizer, Optimizer):
                         self._calls.setdefault(optimizer, []).append((self._pass, optimizer not in self._stepped))
+
+
+def _are_near(rates: Sequence[float], others: Sequence[float]) -> bool:
+    """Return whether rates differ only by the rounding of a schedule that multiplies the last rate again and again."""
+    most = 1e-6 * max(map(abs, (*rates, *others)), default=0.0)
+    return all(abs(one - other) <= most for one, other in zip(rates, others, strict=True))
 
 
 def _length(scheduler: Any) -> int | None:
