@@ -108,6 +108,20 @@ def test_clipping_that_changes_no_gradient_is_not_called_right():
     )
 
 
+@pytest.mark.parametrize(("limit", "found"), [(1e-3, ["not-clipped"]), (1e3, [])])
+@pytest.mark.parametrize("is_given_the_norm", [True, False])
+def test_a_call_that_is_given_gradients_is_found(limit, found, is_given_the_norm):
+    def clip(model: nn.Module) -> None:
+        gradients = [one.grad for one in model.parameters()]
+        if is_given_the_norm:
+            norm = torch.stack([one.norm() for one in gradients]).norm()
+            torch.nn.utils.clip_grads_with_norm_(gradients, limit, norm)
+        else:
+            NORM(gradients, limit)
+
+    assert causes(trained(clip)) == found
+
+
 def test_the_factor_of_a_script_is_told():
     training = trained(_by_hand)
     facts = training.ranks[0].steps[0].facts["clipping"]

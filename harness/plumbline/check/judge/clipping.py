@@ -49,6 +49,7 @@ from plumbline.report.text import listed
 def judge_clipping(training: RecordedTraining) -> Iterator[Finding]:
     """Yield what is wrong with clipping calls, or what they did; nothing if the script does not clip."""
     flaws = [
+        _of_gradients,
         _before_unscaling,
         _after_the_step,
         _every_micro_batch,
@@ -71,6 +72,23 @@ def judge_clipping(training: RecordedTraining) -> Iterator[Finding]:
     yield from _of_an_empty_generator(training)
     if not found:
         yield from _by_hand(training)
+
+
+def _of_gradients(training: RecordedTraining) -> Finding | None:
+    for one in noted(training, OBSERVER):
+        for call in one.facts["calls"]:
+            # A shard's norm is at most that of the whole gradient.
+            norm = math.hypot(call["norm"], call["others"]) / call["scale"]
+            if call["of_gradients"] and call["kind"] == "norm" and call["norm_type"] == 2.0 and norm > call["limit"]:
+                return one.failed(
+                    "clipping",
+                    f"a call that should clip gradients of norm {norm:.6g} to {call['limit']:g} was given the "
+                    "gradients instead of the parameters, so it changed nothing",
+                    "give torch's clipping functions the parameters, whose gradients they change",
+                    cause="not-clipped",
+                    family="clipping",
+                )
+    return None
 
 
 def _before_unscaling(training: RecordedTraining) -> Finding | None:

@@ -60,7 +60,8 @@ class ClippingObserver(WrappingObserver):
     ``scale``: the loss scale that was still in the gradients;
     ``late``: every optimizer of these parameters had stepped already;
     ``kept``: the next backward pass added to the clipped gradients;
-    ``sharded``: the gradients are shards.
+    ``sharded``: the gradients are shards; ``of_gradients``: the call was given gradients instead of parameters, so it
+    changed nothing.
     """
 
     name = "clipping"
@@ -212,6 +213,10 @@ class ClippingObserver(WrappingObserver):
             bound: dict[str, Any] = {}
             with self.notes():
                 bound = inspect.signature(original).bind(*args, **kwargs).arguments
+                owners = {id(one.grad): one for one in self._parameters() if one.grad is not None}
+                if parameters and owners.keys() >= set(map(id, parameters)):
+                    parameters = [owners[id(one)] for one in parameters]
+                    bound["of_gradients"] = True
             return self._noted(kind, parameters, bound, lambda: original(*args, **kwargs))
 
         return around
@@ -269,6 +274,7 @@ class ClippingObserver(WrappingObserver):
             before=before,
             after=lengths_of(parameters),
             sharded=any(map(is_shard, parameters)),
+            of_gradients=bool(bound.get("of_gradients")),
             parameters=[one for one in parameters if id(one) in before],
             scales={id(optimizer): self._scale_left(optimizer, before) for optimizer in owners},
             late=bool(owners) and all(optimizer in self._stepped for optimizer in owners),
@@ -357,6 +363,7 @@ class ClippingCall:
     before: dict[int, float]
     after: dict[int, float]
     sharded: bool
+    of_gradients: bool
     parameters: Sequence[Tensor]
     scales: dict[int, float]
     late: bool
@@ -384,6 +391,7 @@ def facts_of(call: ClippingCall, own: set[int], optimizer: int) -> Facts:
         "late": call.late,
         "kept": call.kept,
         "sharded": call.sharded,
+        "of_gradients": call.of_gradients,
     }
 
 
