@@ -189,6 +189,37 @@ def test_constants_that_are_meant_or_not_used_have_none(gather: Gather) -> None:
     assert not notes(partial(train, gather))
 
 
+def reduced_in_place(values: Tensor) -> Tensor:
+    dist.all_reduce(values)
+    return values
+
+
+def only_printed(values: Tensor) -> Tensor:
+    dist.all_reduce(values.clone())
+    return values
+
+
+def correlated(reduce: Gather) -> list[float]:
+    """Train for features that are uncorrelated over the batches of all ranks, as Barlow Twins does."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(WIDTH, WIDTH))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(2):
+        rows = model(torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())))
+        optimizer.zero_grad()
+        (reduce(rows.T @ rows / (WORLD * ROWS)) - torch.eye(WIDTH)).square().sum().backward()
+        optimizer.step()
+    return []
+
+
+@pytest.mark.parametrize("reduce", [reduced_in_place, only_printed, with_gradients.all_reduce])
+def test_a_loss_over_what_is_reduced_in_place_has_a_note(reduce: Gather) -> None:
+    checked = check_function(partial(correlated, reduce), WORLD, steps=2)
+    said = [one for one in checked.findings if one.message.startswith("the loss uses a tensor that torch.distributed")]
+    assert len(said) == (reduce is reduced_in_place)
+    checked.assert_right(require_full=True)
+
+
 def test_what_a_checkpoint_keeps_is_not_computed_again() -> None:
     notes(without_modules)
 

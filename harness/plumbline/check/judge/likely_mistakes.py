@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from plumbline.check.evidence.training import RecordedTraining
 from plumbline.check.judge.joint_truth import JointTruth
-from plumbline.check.judge.noted import ObserverFacts, amount, failed_observers, headline_note, noted
+from plumbline.check.judge.noted import ObserverFacts, amount, failed_observers, headline_note, information, noted
 from plumbline.check.judge.rank_weights import JOINT
 from plumbline.core.finding import Finding
 from plumbline.report.text import listed
@@ -51,7 +51,7 @@ def judge_unused_losses(training: RecordedTraining) -> Iterator[Finding]:
 
 
 def judge_gathered_outputs(training: RecordedTraining) -> Iterator[Finding]:
-    """Yield a note on forwards and losses that use other ranks' outputs as constants."""
+    """Yield notes on forwards and losses that use other ranks' outputs as constants."""
     yield from failed_observers(training, "gathered-outputs", "objective")
     if JointTruth(training).cut_off:
         return  # that no gradient reaches some parameters is reported as wrong
@@ -66,6 +66,14 @@ def judge_gathered_outputs(training: RecordedTraining) -> Iterator[Finding]:
             "have no gradient, so each rank's gradients leave out how the losses of other ranks depend on its own "
             "outputs. For the gradient of the loss over the whole batch, gather with a function that has a gradient, "
             "such as torch.distributed.nn.functional.all_gather. If this is intended, gather under torch.no_grad().",
+        )
+    if any(rank.noted("gathered-outputs").get("reduced") for rank in training.ranks):
+        yield information(
+            "objective",
+            "the loss uses a tensor that torch.distributed.all_reduce changed in place. Autograd does not record this, "
+            "so each rank computes only its own part of the gradient of the loss of all ranks. The mean of these parts "
+            f"over ranks is 1/{training.world_size} of their sum, which is that gradient. Unless the loss makes up for "
+            "this, use torch.distributed.nn.functional.all_reduce, which has a gradient",
         )
 
 

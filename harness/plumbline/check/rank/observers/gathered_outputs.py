@@ -1,10 +1,11 @@
-"""Notes outputs of other ranks that a loss uses as constants, because they were gathered without a gradient."""
+"""Notes outputs of other ranks that a loss uses as constants, because a collective without a gradient returned them."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,16 +59,21 @@ class _Gathered:
 class GatheredOutputObserver(Observer):
     """Follows ``all_gather`` of tensors with a graph: its results have none.
 
-    ``all_gather_into_tensor`` refuses such tensors. Facts of a process with such calls: ``used``, whether the graph of
-    a loss saves gathered values as an operand. Calls with gradients disabled are intended, and not followed. The search
-    does not look into modules with parameters. Calls in a custom ``autograd.Function`` usually have a backward.
+    ``all_gather_into_tensor`` refuses such tensors. ``all_reduce`` over all ranks, which changes such tensors in place,
+    is followed as well.
+
+    Facts of a process with such calls: ``used``, whether the graph of a loss saves gathered values as an operand;
+    ``reduced``, whether it contains a tensor that ``all_reduce`` changed. Calls with gradients disabled are intended,
+    and not followed. The search does not look into modules with parameters. Calls in a custom ``autograd.Function``
+    usually have a backward.
     """
 
     name = "gathered-outputs"
 
     def __init__(self) -> None:
         self._gathered: deque[_Gathered] = deque(maxlen=MOST_CALLS)
-        self._is_used = False
+        self._reduced: deque[Any] = deque(maxlen=MOST_CALLS)
+        self._is_used = self._is_reduced = False
         self._has_calls = False
         self._has_hooks = False
         self._in_functions = 0
@@ -76,6 +82,7 @@ class GatheredOutputObserver(Observer):
     def install(self) -> None:
         if torch.distributed.is_available():
             wrap(torch.distributed, "all_gather", self._around)
+            wrap(torch.distributed, "all_reduce", self._around_reduction)
             wrap(torch.autograd.graph.saved_tensors_hooks, "__enter__", self._around_hooks)
 
     def start(self) -> None:
@@ -86,6 +93,7 @@ class GatheredOutputObserver(Observer):
         super().stop()
         self._end()
         self._gathered.clear()
+        self._reduced.clear()
 
     def _applied(self, run: Callable[..., Any], kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._in_functions += 1
@@ -95,20 +103,37 @@ class GatheredOutputObserver(Observer):
             self._in_functions -= 1
 
     def backward_begins(self, number: int, roots: Sequence[Tensor]) -> None:
-        gathered, has_hooks = list(self._gathered), self._has_hooks
+        gathered, reduced, has_hooks = list(self._gathered), list(self._reduced), self._has_hooks
         self._gathered.clear()
+        self._reduced.clear()
         self._has_hooks = False
         if gathered:
             attempt(self._look, gathered, roots, has_hooks)
+        if reduced and not self._is_reduced:
+            nodes, _ = _near([one.grad_fn for one in roots], set())
+            self._is_reduced = not {*map(id, nodes)}.isdisjoint(map(id, reduced))
 
     def final_facts(self) -> Facts | None:
-        return {"used": self._is_used} if self._has_calls else None
+        return {"used": self._is_used, "reduced": self._is_reduced} if self._has_calls else None
 
     def _around(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         if not torch.compiler.is_compiling() and self.attends and not self._in_functions:
             attempt(self._note, [*args, *kwargs.values()])
         return result
+
+    def _around_reduction(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if not torch.compiler.is_compiling() and self.attends and not self._in_functions:
+            attempt(partial(self._note_reduction, *args, **kwargs))
+        return result
+
+    def _note_reduction(self, tensor: Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> None:
+        """Keep the node of a tensor with several numbers; a single one is what scripts print."""
+        is_of_all = torch.distributed.get_world_size(group) == torch.distributed.get_world_size()
+        if torch.is_grad_enabled() and tensor.grad_fn is not None and tensor.numel() > 1 and is_of_all:
+            self._has_calls = True
+            self._reduced.append(tensor.grad_fn)
 
     def _around_hooks(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():  # a compiled region must not depend on what is noted
