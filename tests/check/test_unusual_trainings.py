@@ -16,7 +16,15 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, StepLR
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    get_worker_info,
+)
 
 from plumbline.check.verdict.verdict import Answer, answer_of
 
@@ -499,6 +507,35 @@ def test_a_sum_that_only_one_rank_divides_is_found(plumbline):
 
     checked = plumbline.check(trained_after(reduced), ranks=2, steps=STEPS)
     with pytest.raises(AssertionError, match="wrong: gradients: summed over ranks"):
+        checked.assert_right()
+
+
+class Stream(IterableDataset):
+    def __init__(self, *, is_divided):
+        self.is_divided = is_divided
+
+    def __iter__(self):
+        torch.manual_seed(0)
+        samples = [(torch.randn(6), torch.tensor(number % 3)) for number in range(24)]
+        worker = get_worker_info()
+        yield from samples[worker.id :: worker.num_workers] if self.is_divided else samples
+
+
+@pytest.mark.parametrize("is_divided", [True, False])
+def test_workers_that_all_read_the_same_samples_are_found(plumbline, is_divided):
+    def train():
+        model = small()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for inputs, targets in DataLoader(Stream(is_divided=is_divided), batch_size=3, num_workers=2):
+            optimizer.zero_grad()
+            cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+
+    checked = plumbline.check(train, ranks=1, steps=4)
+    if is_divided:
+        checked.assert_right(require_full=True)
+        return
+    with pytest.raises(AssertionError, match="wrong: samples: workers alike"):
         checked.assert_right()
 
 

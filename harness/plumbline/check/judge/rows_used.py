@@ -25,7 +25,7 @@ from plumbline.check.judge.rank_weights import RankLayout, rank_layout
 from plumbline.core.finding import Finding
 from plumbline.core.numbers import counted
 from plumbline.judge.causes.samples import NO_SAMPLER, RANKS_ALIKE, SET_EPOCH_NEVER_CALLED, SHARDS_OVERLAP
-from plumbline.judge.findings import passed
+from plumbline.judge.findings import failed_with_hint, passed
 from plumbline.judge.hypothesis import failed_by
 
 CHECK = "samples"
@@ -44,11 +44,32 @@ def judge_rows_used(training: RecordedTraining) -> Iterator[Finding]:
     """Yield one failure, or what is known about the rows that the ranks used."""
     yield from failed_observers(training, "batches", CHECK)
     layout = rank_layout(training)
-    repeated = same_order_again(training)
+    repeated = _workers_alike(training) or same_order_again(training)
     if repeated is not None:
         yield repeated
     if repeated is None or not repeated.outcome.is_bad:
         yield from _rows(training, layout)
+
+
+def _workers_alike(training: RecordedTraining) -> Finding | None:
+    """Return the failure where every process of a loader iterates over the same samples of an iterable data set.
+
+    Batches come from the processes in turn, so each batch then comes as often as there are processes. If all batches of
+    the recorded steps are equal, the data set may consist of one batch.
+    """
+    for one in (one for rank in training.ranks for one in rank.noted("loaders").get("loaders", ())):
+        workers, batches = one.get("workers", 0), one["batches"]
+        if workers > 1 and batches > workers and one["repeated"] == batches - math.ceil(batches / workers):
+            return failed_with_hint(
+                CHECK,
+                f"all {workers} worker processes of a loader yield the same batches, so each batch is used "
+                f"{_times(workers)}",
+                "divide the samples over the workers in the __iter__ of the IterableDataset, with "
+                "torch.utils.data.get_worker_info()",
+                cause="workers-alike",
+                family="data",
+            )
+    return None
 
 
 def _rows(training: RecordedTraining, layout: RankLayout) -> Iterator[Finding]:

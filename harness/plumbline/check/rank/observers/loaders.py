@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, dataloader
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, dataloader
 
 from plumbline.check.evidence.training import Facts
 from plumbline.check.rank.observers.document_layout import document_ends
@@ -66,7 +66,8 @@ class LoaderObserver(Observer):
 
     ``steps`` counts the batches of a pass after which the optimizer stepped. While steps are recorded, the origin of
     recent batches is known. Passes are noted until the process ends, which costs about a microsecond a batch, and a
-    small file an epoch.
+    small file an epoch. ``workers``: the number of a loader's processes if each of them iterates over the data set
+    itself, else 0; ``repeated``: how many batches equal the batch of the same pass before it.
     """
 
     name = "loaders"
@@ -180,6 +181,8 @@ class LoaderObserver(Observer):
             "length": attempt(len, loader),
             "sampler": self._sampler_of(loader),
             "batches": 0,
+            "workers": loader.num_workers if isinstance(loader.dataset, IterableDataset) else 0,
+            "repeated": 0,
         }
         self._count += 1
         if len(self._passes) < PASSES:
@@ -220,6 +223,8 @@ class LoaderObserver(Observer):
             facts = {name: one.facts[name] for name in ("loader", "pass", "sampler")} | {"batch": one.facts["batches"]}
             tensors = list(tensors_in(batch))
             prints = frozenset(one for one in map(_print, tensors) if one)
+            before = next((each for each in reversed(self._fetched) if each.facts["pass"] == facts["pass"]), None)
+            one.facts["repeated"] += bool(prints) and before is not None and before.prints == prints
             self._fetched.append(_Batch(facts, [*map(ref, tensors)], prints))
 
     def _sampler_of(self, loader: Any) -> int | None:
