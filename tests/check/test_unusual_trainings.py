@@ -16,6 +16,7 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, StepLR
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -537,6 +538,36 @@ def test_workers_that_all_read_the_same_samples_are_found(plumbline, is_divided)
         return
     with pytest.raises(AssertionError, match="wrong: samples: workers alike"):
         checked.assert_right()
+
+
+class Adapted(nn.Module):
+    """A frozen layer with an adapter in a reentrant checkpoint, and a trained head."""
+
+    def __init__(self, *, requires_input):
+        super().__init__()
+        torch.manual_seed(0)
+        self.block, self.head = nn.Linear(6, 6).requires_grad_(False), nn.Linear(6, 3)
+        self.block.adapter = nn.Linear(6, 6)
+        self.requires_input = requires_input
+
+    def forward(self, inputs):
+        if self.requires_input:
+            inputs.requires_grad_()
+        return self.head(
+            checkpoint(lambda rows: self.block(rows) + self.block.adapter(rows), inputs, use_reentrant=True)
+        )
+
+
+@pytest.mark.parametrize("requires_input", [True, False])
+def test_adapters_that_a_checkpoint_cuts_off_are_found(plumbline, requires_input):
+    def train():
+        model = Adapted(requires_input=requires_input)
+        train_steps(model, torch.optim.SGD([one for one in model.parameters() if one.requires_grad], 0.1))
+
+    checked = plumbline.check(train, ranks=2, steps=STEPS)
+    bad = [one for one in checked.findings if one.outcome.is_bad and one.check == "recomputation"]
+    assert [one.cause for one in bad] == ["cut-off-by-a-checkpoint"] * (not requires_input)
+    assert all(one.message.startswith("2 parameters in reentrant activation checkpoints") for one in bad)
 
 
 def test_a_gradient_that_the_script_puts_back_keeps_the_name_of_what_it_is(plumbline):

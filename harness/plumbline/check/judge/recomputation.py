@@ -47,6 +47,15 @@ class _Judged:
 def judge_recomputation(training: RecordedTraining) -> Iterator[Finding]:
     """Yield whether recomputations match the forwards; nothing if nothing was recomputed."""
     yield from failed_observers(training, "recomputation", CHECK)
+    if cut_off := max((rank.noted(CHECK).get("cut_off", 0) for rank in training.ranks), default=0):
+        yield failed_with_hint(
+            CHECK,
+            f"{counted(cut_off, 'parameter')} in reentrant activation checkpoints never had a gradient, because no "
+            "input of these checkpoints requires one",
+            "pass use_reentrant=False to the checkpoint, or let its input require a gradient",
+            cause="cut-off-by-a-checkpoint",
+            family="unused-params",
+        )
     noted = [facts for rank in training.ranks for one in passes_of(rank) if (facts := one.facts.get(CHECK))]
     if not noted:
         return

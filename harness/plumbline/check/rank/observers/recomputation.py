@@ -14,14 +14,18 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
+from torch.optim.optimizer import Optimizer
 
 from plumbline.check.evidence.training import Facts
 from plumbline.check.rank.observers.generators import generator_states, moved_generators
 from plumbline.recording.observer import Observer
+from plumbline.recording.parameters import parameters_of
 from plumbline.recording.patching import attempt, replace, wrap
 from plumbline.recording.sharding import local
 from plumbline.replay import agreement
+from plumbline.replay.applied_functions import follow_functions
 from plumbline.replay.call import SAMPLE
 from plumbline.replay.checkpointing import refuse_readers
 from plumbline.replay.nested import tensors_in
@@ -52,6 +56,9 @@ class RecomputationObserver(Observer):
     whether one was part of a graph of torch.compile. ``by_hand``: a module ran again outside of torch's checkpoints,
     and the backward pass drew random numbers without restoring the generators.
 
+    Facts of a process: ``cut_off`` counts the parameters of an optimizer that have no gradient because no input of the
+    reentrant checkpoint around them requires one.
+
     Non-reentrant checkpoints are compared by the tensors that they save, reentrant ones by their outputs.
     """
 
@@ -65,6 +72,10 @@ class RecomputationObserver(Observer):
         self._began: dict[str, str] = {}
         self._inside = 0
         self._runs_by_hand = False
+        self._within: set[int] = set()
+        self._cut_off: set[int] = set()
+        self._reached: set[int] = set()
+        self._end: Callable[[], None] = lambda: None
 
     def install(self) -> None:
         """Patch the classes behind both kinds of checkpoints, so that they are followed wherever they are imported."""
@@ -75,6 +86,32 @@ class RecomputationObserver(Observer):
         if hasattr(module, "CheckpointFunction"):
             forward = staticmethod(self._following(module.CheckpointFunction.forward))
             replace(module.CheckpointFunction, "forward", forward)
+
+    def start(self) -> None:
+        super().start()
+        self._end = follow_functions(self._applied)
+
+    def _applied(self, run: Callable[..., Any], kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Note the parameters of modules in a reentrant checkpoint that gets no input with a gradient."""
+        is_checkpoint = kind is getattr(torch.utils.checkpoint, "CheckpointFunction", None)
+        if not is_checkpoint or not torch.is_grad_enabled() or not self._is_following:
+            return run(*args, **kwargs)
+        if any(isinstance(one, Tensor) and one.requires_grad for one in args):
+            return run(*args, **kwargs)
+        handle = register_module_forward_pre_hook(lambda module, _: self._within.update(map(id, module.parameters())))
+        try:
+            return run(*args, **kwargs)
+        finally:
+            handle.remove()
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        for one in parameters_of(optimizer) if self._within else ():
+            if id(one) in self._within:
+                (self._cut_off if one.grad is None else self._reached).add(id(one))
+
+    def final_facts(self) -> Facts | None:
+        cut_off = self._cut_off - self._reached
+        return {"cut_off": len(cut_off)} if cut_off else None
 
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the modes, and the addresses of statistics that a normalisation saves for backward but does not use."""
@@ -107,6 +144,7 @@ class RecomputationObserver(Observer):
 
     def stop(self) -> None:
         super().stop()
+        self._end()
         self._modes, self._statistics = (), frozenset()
 
     @property
