@@ -511,6 +511,58 @@ def test_a_sum_that_only_one_rank_divides_is_found(plumbline):
         checked.assert_right()
 
 
+class TwoTasks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk, self.heads = nn.Linear(6, 8), nn.ModuleList(nn.Linear(8, 3) for _ in range(2))
+
+    def forward(self, inputs):
+        return self.heads[dist.get_rank()](self.trunk(inputs).tanh())
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_gradients_of_different_parameters_that_are_averaged_with_each_other_are_found(plumbline, skips):
+    def reduced(model):
+        for one in model.parameters():
+            if one.grad is None and not skips:
+                one.grad = torch.zeros_like(one)
+            if one.grad is not None:
+                dist.all_reduce(one.grad)
+                one.grad /= dist.get_world_size()
+
+    def train():
+        train_steps(TwoTasks(), change=reduced)
+
+    checked = plumbline.check(train, ranks=2, steps=STEPS)
+    if not skips:
+        checked.assert_right(require_full=True)
+        return
+    with pytest.raises(AssertionError, match="wrong: gradients: reduced with another parameter"):
+        checked.assert_right()
+
+
+@pytest.mark.parametrize("reduces", [True, False])
+def test_short_windows_that_are_not_reduced_are_named(plumbline, reduces):
+    def train():
+        model = fully_shard(small())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        torch.manual_seed(dist.get_rank())
+        for window in (2, 1, 2):
+            for micro in range(window):
+                model.set_requires_gradient_sync(micro == (window if reduces else 2) - 1)
+                (loss_of(model) / window).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    checked = plumbline.check(train, ranks=2, steps=STEPS)
+    if reduces:
+        checked.assert_right(require_full=True)
+        return
+    with pytest.raises(AssertionError, match="wrong: gradients: reduction switched off"):
+        checked.assert_right()
+
+
 class Stream(IterableDataset):
     def __init__(self, *, is_divided):
         self.is_divided = is_divided
@@ -537,6 +589,26 @@ def test_workers_that_all_read_the_same_samples_are_found(plumbline, is_divided)
         checked.assert_right(require_full=True)
         return
     with pytest.raises(AssertionError, match="wrong: samples: workers alike"):
+        checked.assert_right()
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_step_that_one_rank_skips_is_named(plumbline, alone):
+    def train():
+        model = DistributedDataParallel(small())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        torch.manual_seed(dist.get_rank())
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(model).backward()
+            if step != 1 or (alone and dist.get_rank() == 0):
+                optimizer.step()
+
+    checked = plumbline.check(train, ranks=2, steps=STEPS)
+    if not alone:
+        checked.assert_right(require_full=True)
+        return
+    with pytest.raises(AssertionError, match="wrong: gradients: skipped on some ranks"):
         checked.assert_right()
 
 

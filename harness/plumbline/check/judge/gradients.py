@@ -6,7 +6,10 @@ import statistics
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from plumbline.check.evidence.training import Facts, RecordedTraining
+import torch
+from torch import Tensor
+
+from plumbline.check.evidence.training import Facts, RecordedStep, RecordedTraining
 from plumbline.check.judge.clipped_masters import up_to_clipping
 from plumbline.check.judge.exchanges import with_losses, with_shared_loss, with_stages
 from plumbline.check.judge.joint_truth import BY_ELIMINATION, JointTruth
@@ -31,7 +34,7 @@ from plumbline.core.outcome import Outcome
 from plumbline.judge.findings import Information, failed_with_hint, with_hint
 from plumbline.judge.hypothesis import Hypothesis, holds, register
 from plumbline.judge.oracle.noise import PROJECTION_MARGIN, Deviation
-from plumbline.judge.truth import RIGHT, GradientEvidence, Truth
+from plumbline.judge.truth import RIGHT, Combination, GradientEvidence, Truth
 from plumbline.replay.reasons import STALE
 from plumbline.report.text import listed
 
@@ -82,18 +85,58 @@ _OVER_TOO_FEW = ("not-synchronised", "averaged-over-some-ranks")
 
 
 def _is_held_back(case: ReceivedGradient) -> bool:
-    return any(step.noted(LAYOUT).get("held_back") for step in case.ranks.values())
+    return all(case.zeros) and any(step.noted(LAYOUT).get("held_back") for step in case.ranks.values())
+
+
+def _comes_a_step_late(case: ReceivedGradient) -> bool:
+    """Return whether FSDP2 held the previous step's gradients back, and added them to those of this step."""
+    before, every = case.previous, RIGHT.weight
+    return before is not None and _is_held_back(before) and case.fit(Combination(every, earlier=every)).holds
+
+
+def _is_mean_of_several_parameters(case: ReceivedGradient) -> bool:
+    """Return whether ranks averaged the gradients that each of them has, one after the other, but of other parameters.
+
+    Parameters of one size can be mixed up like this without an error.
+    """
+    arrived = {rank: case.norms(_local(step)).nonzero().flatten().tolist() for rank, step in case.ranks.items()}
+    own = arrived[case.rank]
+    sizes = {tuple(case.parameters[number].entries for number in numbers) for numbers in arrived.values()}
+    if len(sizes) > 1 or all(numbers == own for numbers in arrived.values()):
+        return False
+    ranks = {rank: _renumbered(step, dict(zip(arrived[rank], own, strict=True))) for rank, step in case.ranks.items()}
+    return replace(case, ranks=ranks).fit(RIGHT).holds
+
+
+def _local(step: RecordedStep) -> Tensor:
+    return sum((one.local.abs() for one in step.passes), torch.zeros_like(step.received))
+
+
+def _renumbered(step: RecordedStep, numbers: Mapping[int, int]) -> RecordedStep:
+    """Return the step with the gradients of some parameters as those of others, and without any other gradients."""
+    passes = []
+    for one in step.passes:
+        parts = step.parts(one.local)
+        made = [torch.zeros_like(part) for part in parts]
+        for number, other in numbers.items():
+            made[other] = parts[number]
+        passes.append(replace(one, local=torch.cat(made), exact=None))
+    return replace(step, passes=tuple(passes))
 
 
 register(
     ReceivedGradient,
+    Hypothesis("reduced-with-another-parameter", "sync", holds(_is_mean_of_several_parameters),
+        "the mean of gradients of different parameters: each rank reduced only the gradients that it has",
+        "reduce the gradients of all parameters on every rank, with zeros where a rank has none", 320),
     Hypothesis("rounded-to-16-bits", "amp", holds(lambda case: case.is_right_to_16_bits),
         "accurate to 16 bits only, although the master weights and the model's weights have wider dtypes",
         "check for 16-bit buffers in which gradients are accumulated, averaged or copied", 65),
-    Hypothesis("reduction-switched-off", "sync", holds(lambda case: all(case.zeros) and _is_held_back(case)),
+    Hypothesis("reduction-switched-off", "sync",
+        holds(lambda case: _is_held_back(case) or _comes_a_step_late(case)),
         "missing, because FSDP's gradient reduction is switched off",
         "call set_requires_gradient_sync(True) and set_requires_all_reduce(True) before the last backward pass of each "
-        "step", 936),
+        "step, also of a shorter one at the end of an epoch", 936),
 )  # fmt: skip
 
 
@@ -409,9 +452,31 @@ class ReplayTruth(Truth[ReceivedGradient]):
         return GradientEvidence([replace(case, factor=factor) for case in up_to_clipping(known or wrong)])
 
     def conclude(self, finding: Finding, wrong: Sequence[ReceivedGradient]) -> Finding:
+        if is_unexplained(finding) and (ranks := _ranks_that_skip(wrong)):
+            who = name_ranks(ranks, self.training.world_size)
+            finding = failed_with_hint(
+                CHECK,
+                f"{finding.message}: {who} skipped a step that other ranks took, and from then on, ranks average the "
+                "gradients of different steps",
+                "let all ranks skip a step together: all-reduce what they decide by, such as whether a loss is finite",
+                cause="skipped-on-some-ranks",
+                family="sync",
+                **{name: getattr(finding, name) for name in ("step", "rank", "parameter")},
+            )
         names = {name for name, _ in _wrong_parameters(self)} if finding.family == "sync" else ()
         advised = with_reason(_advised(finding, self.training), names, self.training)
         return excuse_manual_edits(advised, wrong, self.training)
+
+
+def _ranks_that_skip(wrong: Sequence[ReceivedGradient]) -> list[int]:
+    """Return the ranks that discarded the gradients of which other ranks received the mean at the first wrong step."""
+    first = [case for case in wrong if case.index == min(each.index for each in wrong)]
+    fewest = min(case.micro_batches for case in first)
+    ranks = {rank: replace(step, passes=step.passes[:fewest]) for rank, step in first[0].ranks.items()}
+    took = [case for case in first if case.micro_batches == fewest]
+    if not fewest or not all(replace(case, ranks=ranks).fit(RIGHT).holds for case in took):
+        return []
+    return [rank for rank, step in first[0].ranks.items() if len(step.passes) > fewest]
 
 
 def _stale(training: RecordedTraining) -> Finding | None:

@@ -80,9 +80,9 @@ def _not_zeroed(case: GradientCase) -> Predictions:
 
 def _partly_left_in(case: GradientCase) -> Predictions:
     """Predict that some ranks begin with the previous gradient, which is averaged, or divided by the window, again."""
-    counts = range(1, case.world + 1)
-    factors = {count / part for count in counts for part in (1, case.world, case.micro_batches)}
-    factors |= {count / case.world / case.micro_batches for count in counts}
+    counts, window = range(1, case.world + 1), case.micro_batches or 1  # a rank may run no backward pass
+    factors = {count / part for count in counts for part in (1, case.world, window)}
+    factors |= {count / case.world / window for count in counts}
     for factor in sorted(factors - {1.0}) if case.has_earlier_step else ():
         yield Combination(even(1.0), left_over=factor)
 
