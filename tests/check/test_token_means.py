@@ -26,7 +26,8 @@ WORDS, IGNORED, CHUNKS = 16, -100, 4
 @dataclass(frozen=True)
 class Recipe:
     """``own_tokens``: each rank divides by its own number; ``extra`` is a factor that nothing explains.
-    ``is_summed``: FSDP adds gradients up, and does not divide them.
+    ``is_summed``: FSDP adds gradients up, and does not divide them. ``keeps_count``: the number of tokens is never set
+    back to zero.
     """
 
     parallel: str = "ddp"
@@ -36,6 +37,7 @@ class Recipe:
     extra: float = 1.0
     is_summed: bool = False
     one_left_out: bool = False
+    keeps_count: bool = False
 
 
 def train(recipe: Recipe) -> list[float]:
@@ -44,8 +46,10 @@ def train(recipe: Recipe) -> list[float]:
     model, data = _parallel(recipe, layers)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     chance, losses = torch.Generator().manual_seed(dist.get_rank() // (dist.get_world_size() // data)), []
+    count = torch.zeros(())
     for _ in range(3):
-        count = torch.zeros(())
+        if not recipe.keeps_count:
+            count.zero_()
         for _ in range(recipe.micro_batches):
             words, targets = (torch.randint(WORDS, (2, 12), generator=chance) for _ in range(2))
             targets[torch.rand(targets.shape, generator=chance) < 0.4] = IGNORED
@@ -91,9 +95,9 @@ def _summed(logits: Tensor, targets: Tensor, chunks: int) -> Tensor:
     )  # type: ignore[return-value]
 
 
-def check(world: int = 2, objective: str = "", **recipe: Any) -> CheckedFunction:
+def check(world: int = 2, objective: str = "", steps: int = 2, **recipe: Any) -> CheckedFunction:
     more: dict[str, Any] = {"objective": objective} if objective else {}
-    checked = check_function(partial(train, Recipe(**recipe)), world, steps=2, **more)
+    checked = check_function(partial(train, Recipe(**recipe)), world, steps=steps, **more)
     assert not any(end.has_failed for end in checked.ends), checked.ends
     return checked
 
@@ -136,6 +140,11 @@ def test_a_sum_that_a_script_asks_for_counts_in_the_factor(extra: float, outcome
 def test_shards_that_are_divided_by_the_own_tokens_are_named() -> None:
     causes = {one.cause for one in check(parallel="fsdp", own_tokens=True).findings if one.outcome.is_bad}
     assert "divided-by-own-count" in causes
+
+
+def test_a_number_of_tokens_that_is_never_reset_is_named() -> None:
+    bad = [one for one in check(steps=3, keeps_count=True).findings if one.outcome.is_bad]
+    assert [(one.check, one.cause) for one in bad] == [("objective", "count-never-reset")]
 
 
 def test_one_wrong_gradient_beside_the_factor_is_found() -> None:

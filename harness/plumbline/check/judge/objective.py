@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from plumbline.check.evidence.training import BackwardPass, Facts, RecordedRank, RecordedStep, RecordedTraining
 from plumbline.check.judge.declared_objective import judge_declared
@@ -92,7 +93,7 @@ def _judge_loss(training: RecordedTraining, ranks: Sequence[RecordedRank], of: s
     if is_own:  # some stages of a pipeline have no loss
         ranks = [next((one for one in ranks if any(map(_noted, passes_of(one)))), ranks[0])]
     objectives = list(step_objectives(ranks, written=True))
-    if objectives and (wrong := divided_wrongly(objectives, of)) is not None:
+    if objectives and (wrong := divided_wrongly(objectives, of) or _divided_by_all_so_far(objectives, of)) is not None:
         yield wrong
         return
     if (summed := summed_micro_batches(ranks, of)) is not None:
@@ -292,6 +293,29 @@ def divided_wrongly(objectives: Sequence[StepObjective], of: str) -> Finding | N
             cause="divided-twice",
             family="accumulation",
         )
+    return None
+
+
+def _divided_by_all_so_far(objectives: Sequence[StepObjective], of: str) -> Finding | None:
+    """Return the failure of losses that are divided by a number of terms that grows from step to step.
+
+    Between two steps, it grows by the terms of the later step. If the script adds it up over ranks at each step, what
+    earlier steps left in it is multiplied by the number of ranks.
+    """
+    divisors = [one.terms / one.total if one.total > 0 else math.nan for one in objectives]
+    for times in {1, len(objectives[0].ranks)}:
+        grown = [later - times * before for before, later in pairwise(divisors)]
+        pairs = zip(grown, objectives[1:], strict=True)
+        if len(grown) > 1 and all(abs(by - one.terms) <= NEAR * one.terms for by, one in pairs):
+            counted_so_far = _from_to(amount, divisors[1:])
+            return failed_with_hint(
+                CHECK,
+                f"the loss{of} is divided by the number of terms of all steps so far: by {counted_so_far} in steps "
+                f"with {_from_to(amount, [one.terms for one in objectives[1:]])}",
+                "set the number of tokens or samples back to zero after each step",
+                cause="count-never-reset",
+                family="loss-normalisation",
+            )
     return None
 
 
