@@ -511,6 +511,51 @@ def test_a_sum_that_only_one_rank_divides_is_found(plumbline):
         checked.assert_right()
 
 
+def weighted_by_samples(divide):
+    """Batches of unequal size; ``divide`` makes the divisor from the rank's own number of samples and that of all."""
+
+    def train():
+        model = small()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        torch.manual_seed(dist.get_rank())
+        for step in range(STEPS):
+            own = 3 + (step + dist.get_rank()) % 3
+            every = torch.tensor(float(own))
+            dist.all_reduce(every)
+            optimizer.zero_grad()
+            cross_entropy(model(torch.randn(own, 6)), torch.randint(3, (own,))).backward()
+            for one in model.parameters():
+                one.grad *= own
+                dist.all_reduce(one.grad)
+                one.grad /= divide(own, float(every))
+            optimizer.step()
+
+    return train
+
+
+@pytest.mark.parametrize(
+    ("divide", "said"),
+    [
+        (lambda own, every: every, "weights the gradient of each rank by the terms of its loss"),
+        (lambda own, every: 2 * every, "add up to 0.5 instead of 1"),
+        (lambda own, every: own, "although the script reduces the gradients over all ranks"),
+    ],
+    ids=["right", "halved", "by the own number"],
+)
+def test_gradients_that_are_weighted_by_numbers_of_samples_are_judged(plumbline, divide, said):
+    checked = plumbline.check(weighted_by_samples(divide), ranks=2, steps=STEPS)
+    gradients, objective = (
+        " ".join(one.message for one in checked.findings if one.check == check) for check in ("gradients", "objective")
+    )
+    assert said in gradients
+    if "weights the gradient" in said:
+        checked.assert_right(require_full=True)
+        assert "those of the mean over all 7 to 9 terms of cross_entropy" in objective
+    if "although" in said:
+        with pytest.raises(AssertionError, match="wrong: gradients: changed differently on ranks"):
+            checked.assert_right()
+
+
 class TwoTasks(nn.Module):
     def __init__(self):
         super().__init__()

@@ -13,7 +13,9 @@ from plumbline.check.judge.loss_scales import division
 from plumbline.check.judge.noted import information, name_ranks, not_judged
 from plumbline.check.judge.precision_used import OBSERVER as PRECISION
 from plumbline.check.judge.rank_weights import (
+    drift_apart,
     factor_of_equal_weights,
+    rank_layout,
     ranks_begin_apart,
     weights_are_made_equal,
     when_made_equal,
@@ -31,7 +33,7 @@ from plumbline.core.finding import Finding, is_unexplained
 from plumbline.core.numbers import scale_text
 from plumbline.core.titles import title_of
 from plumbline.judge.findings import failed_with_hint, with_hint
-from plumbline.judge.truth import RIGHT
+from plumbline.judge.truth import RIGHT, Combination
 from plumbline.report.text import listed
 
 MULTIPLES = frozenset(
@@ -94,7 +96,7 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
     if finding.cause == "summed-over-ranks" and any(rank.facts.get("gathered-outputs") for rank in training.ranks):
         return not_judged(
             check,
-            "gradients are the sum over ranks, not their mean, and the script gathers outputs of all ranks without "
+            "gradients are the sum over ranks, not their mean, and the script exchanges outputs of all ranks without "
             "gradients. The sum is right if every rank computes the loss of all of these outputs",
             step,
         )
@@ -120,8 +122,13 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
         if is_apart:
             return finding
     if is_unexplained(finding) and not is_multiple:
-        some = _right_on_some_ranks(check, wrong, training)
-        return some or not_judged(check, _unknown_change(wrong, right_until_changed), step)
+        multiples = [*map(_multiple_of_mean_over_terms, wrong)]
+        if all(abs(one - 1) <= NEAR for one in multiples):
+            return information(check, "the script weights the gradient of each rank by the terms of its loss", step)
+        if (apart := _right_on_some_ranks(check, wrong, training) or _reduced_apart(check, training)) is not None:
+            return apart
+        why = multiplied(multiples) if all(multiples) else _unknown_change(wrong, right_until_changed)
+        return not_judged(check, why, step)
     if finding.cause == "some-zero":
         why = "the script sets the gradients of some parameters to zero with its own code, possibly on purpose"
         return not_judged(check, why, step)
@@ -189,6 +196,41 @@ def _right_on_some_ranks(check: str, wrong: Sequence[ReceivedGradient], training
         family="sync",
         step=wrong[0].step.number,
         rank=min(ranks),
+    )
+
+
+def _multiple_of_mean_over_terms(case: ReceivedGradient) -> float:
+    """Return which multiple of the mean over the terms of all ranks was received, 0 if it is not a multiple.
+
+    A script may weight the gradient of each rank by the number of terms of its loss.
+    """
+    made = objective_of([*case.ranks.values()], written=True)
+    if made is None or not all(share.is_even and share.weight > 0 for share in made.shares):
+        return 0.0
+    own = dict(zip(case.ranks, made.ranks, strict=True))
+
+    def weight(rank: int, place: int, count: int) -> float:
+        share = own[rank][place]
+        return len(own) * share.terms / (made.terms * share.weight)
+
+    fit = replace(case, free_factor=True).fit(Combination(weight))
+    return fit.factor if fit.holds else 0.0
+
+
+def _reduced_apart(check: str, training: RecordedTraining) -> Finding | None:
+    """Return the failure where the script reduces gradients, but its ranks step with different ones and drift apart."""
+    layout, apart = rank_layout(training), drift_apart(training)
+    if not layout.is_data_parallel or apart is None or not any(one.differ("gradients") for one in apart[1]):
+        return None
+    return failed_with_hint(
+        check,
+        f"each rank steps with a different gradient, although {layout.reason}",
+        "multiply and divide gradients only by what is equal on all ranks, such as a number of samples that is summed "
+        "over the ranks",
+        cause="changed-differently-on-ranks",
+        family="sync",
+        step=apart[0].number,
+        parameter=apart[1][0].parameter.name,
     )
 
 

@@ -209,6 +209,9 @@ def _optimised(objectives: Sequence[StepObjective], rank: int | None, of: str, *
     if rank is not None:
         objectives = [one if one.is_only_loss else replace(one, factor=1.0) for one in objectives]
     worst = max(objectives, key=lambda one: spread(one.rates))
+    if all(abs(one.of_mean - 1) <= NEAR for one in objectives):
+        every = f"all {_from_to(amount, [one.terms for one in objectives])} terms of {listed(functions)}"
+        return f"The script weights gradients such that they are those of the mean over {every}."
     function, terms = worst.shares[0].function, _from_to(amount, [one.terms for one in objectives])
     is_multiplied = any(abs(one.factor - 1) > NEAR for one in objectives)  # by the script, after the backward passes
     if worst.is_even and not is_multiplied and all(equals(rate, 1.0) for one in objectives for rate in one.rates):

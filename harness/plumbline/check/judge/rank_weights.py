@@ -363,3 +363,26 @@ def _reduced_by_hand(rank: RecordedRank, world: int) -> bool:
     """Return whether, at each step, collectives after the backward passes covered at least all parameter entries."""
     noted = [step.noted(LAYOUT) for step in rank.steps if not step.skipped]
     return bool(noted) and all(one and one["reduced"].get(str(world), 0) >= one["entries"] for one in noted)
+
+
+def drift_apart(training: RecordedTraining) -> tuple[StepOfRanks[RecordedStep], list[RankWeights]] | None:
+    """Return the first step that moves equal weights of a module apart which still differ before the next step.
+
+    None if ranks begin apart or share out a sharded model, because they may then train something of their own.
+    """
+    if rank_layout(training).is_sharded or ranks_begin_apart(training) or weights_are_made_equal(training):
+        return None
+    before: dict[int, tuple[StepOfRanks[RecordedStep], dict[tuple[int, str], RankWeights]]] = {}
+    for steps in training.common_steps:
+        weights = {one.key: one for one in weights_at(steps)}
+        last, known = before.get(steps.optimizer, (steps, {}))
+        apart = [
+            one
+            for key, one in known.items()
+            if one.parameter.named and not one.differ("before") and one.differ("after") and not one.is_rounding
+            if key in weights and weights[key].differ("before")
+        ]
+        if apart:
+            return last, apart
+        before[steps.optimizer] = steps, weights
+    return None

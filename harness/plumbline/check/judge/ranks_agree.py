@@ -21,6 +21,7 @@ from plumbline.check.judge.rank_weights import (
     WEIGHTS,
     RankLayout,
     RankWeights,
+    drift_apart,
     factor_of_equal_weights,
     forward_communicates,
     of_all,
@@ -250,7 +251,9 @@ def judge_ranks_agree(training: RecordedTraining) -> Iterator[Finding]:
             "ranks step with the same gradient from the same weights, but round the result differently, so their "
             "weights drift apart. If the optimizer rounds at random, draw the same numbers on all ranks.",
         )
-    elif layout.is_data_parallel:
+    elif layout.is_data_parallel and (apart := drift_apart(training)) is not None:
+        yield _parted(apart[0], apart[1], len(list(weights_at(apart[0]))), first=False)
+    elif layout.is_data_parallel and all(one.is_rounding or not one.differ("after") for one in weights_of(training)):
         yield passed(
             AFTER_STEPS, f"weights that ranks share agree up to rounding after each of {counted(compared, 'step')}"
         )

@@ -61,6 +61,7 @@ class StepObjective:
     factor: float
     gap: float | None = None
     is_only_loss: bool = False
+    of_mean: float = math.nan
 
     @property
     def shares(self) -> list[Share]:
@@ -124,7 +125,7 @@ def objective_of(steps: Sequence[RecordedStep], *, written: bool = False) -> Ste
     differ = all(have_own_batches(step) for step in steps)
     factor = factor_of(steps)
     is_only_loss = steps[0].noted(JOINT).get("losses") == len(steps) == 1 and not math.isnan(factor)
-    return StepObjective(made, differ, factor, _gap(steps, made), is_only_loss)
+    return StepObjective(made, differ, factor, _gap(steps, made), is_only_loss, _multiple_of_mean(steps, made))
 
 
 def objective_of_losses(steps: Sequence[RecordedStep]) -> StepObjective | None:
@@ -189,6 +190,32 @@ def factor_of(steps: Sequence[RecordedStep]) -> float:
     if abs(factor - 1) > NEAR and steps[0].noted("masters").get("limit"):
         return math.nan  # the trainer clips with its own code
     return factor
+
+
+def _multiple_of_mean(steps: Sequence[RecordedStep], ranks: Sequence[Sequence[Share]]) -> float:
+    """Return which multiple of the gradient of the mean over all terms optimizers received.
+
+    NaN if it is none, or as near to a multiple of the mean over ranks of the local gradients.
+    """
+    pairs = [
+        (share, one.local / one.scale)
+        for step, own in zip(steps, ranks, strict=True)
+        for one, share in zip(step.passes, own, strict=False)
+    ]
+    if not all(share.is_alone and share.is_even and share.weight > 0 for share, _ in pairs):
+        return math.nan
+    received = received_by(steps).nan_to_num()
+    if any(local.shape != received.shape for _, local in pairs) or not bool(received.any()):
+        return math.nan
+    terms = sum(share.terms for share, _ in pairs)
+    mean = torch.stack([local * (share.terms / (share.weight * terms)) for share, local in pairs]).sum(0)
+    plain = torch.stack([local for _, local in pairs]).sum(0)
+    if not bool(mean.any()) or not bool(plain.any()):
+        return math.nan
+    factors = [float(received @ one) / float(one @ one) for one in (mean, plain)]
+    apart = [float((received - by * one).norm()) for by, one in zip(factors, (mean, plain), strict=True)]
+    size = float(received.norm())
+    return factors[0] if apart[0] <= min(NEAR * size, apart[1] / 4) and apart[1] > EXACT * size else math.nan
 
 
 def multiple_of(steps: Sequence[RecordedStep]) -> float:
