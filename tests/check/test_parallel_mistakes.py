@@ -73,6 +73,14 @@ def without_reduction() -> None:
     train(model, dist.get_rank())
 
 
+def without_reduction_of_a_layer() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model: Any = network()
+    fully_shard(model[0]).set_requires_gradient_sync(False)
+    train(fully_shard(model), dist.get_rank())
+
+
 def clipped_with_replicas_again() -> None:
     def clip(model: nn.Module) -> None:
         square = torch.stack([local(one.grad).square().sum() for one in model.parameters()]).sum()
@@ -459,7 +467,9 @@ def test_a_mistake_in_tensor_parallelism_is_named(training: Callable[[], None], 
     assert ("gradients", cause) in {(one.check, one.cause) for one in bad(checked(training))}
 
 
-@pytest.mark.parametrize(("training", "ranks"), [(without_all_reduce, 4), (without_reduction, 2)])
+@pytest.mark.parametrize(
+    ("training", "ranks"), [(without_all_reduce, 4), (without_reduction, 2), (without_reduction_of_a_layer, 2)]
+)
 def test_a_reduction_that_is_switched_off_is_named(training: Callable[[], None], ranks: int) -> None:
     assert [(one.check, one.cause) for one in bad(checked(training, ranks))] == [
         ("gradients", "reduction-switched-off")

@@ -121,10 +121,20 @@ class ReceivedGradient(GradientCase):
 
     @cached_property
     def removed(self) -> Tensor:
-        """For each parameter, whether every rank set its gradient to None before the step, but not all gradients."""
+        """For each parameter, whether every rank set its gradient to None before the step, but not all gradients.
+
+        If FSDP2 was told to hold gradients back, they are not removed but missing.
+        """
+        if self.is_held_back:
+            return self.zero > 0
         none = [[bool(part.isnan().all()) for part in one.parts(one.received)] for one in self.ranks.values()]
         everywhere = torch.tensor(none, dtype=torch.bool).reshape(len(none), len(self.parameters)).all(0)
         return everywhere & self._arrived & ~everywhere.all()
+
+    @property
+    def is_held_back(self) -> bool:
+        """Whether FSDP2 was told not to reduce the gradients of some part of the model when the optimizer stepped."""
+        return any(step.noted("parallelism").get("held_back") for step in self.ranks.values())
 
     @cached_property
     def _arrived(self) -> Tensor:
