@@ -687,6 +687,35 @@ def test_adapters_that_a_checkpoint_cuts_off_are_found(plumbline, requires_input
     assert all(one.message.startswith("2 parameters in reentrant activation checkpoints") for one in bad)
 
 
+@pytest.mark.parametrize("zeroes", [False, True])
+def test_other_weights_that_are_evaluated_within_a_window_are_no_change(plumbline, zeroes):
+    def train():
+        model = small()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(STEPS):
+            (loss_of(model) / 2).backward()
+            with torch.no_grad():
+                kept = [one.clone() for one in model.parameters()]
+                for one in model.parameters():
+                    one.mul_(0.9)
+                loss_of(model)
+                for one, value in zip(model.parameters(), kept, strict=True):
+                    one.copy_(value)
+            if zeroes:
+                optimizer.zero_grad()
+            (loss_of(model) / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    checked = plumbline.check(train, ranks=1, steps=STEPS)
+    assert not any("weights change" in one.message for one in checked.findings)
+    if not zeroes:
+        checked.assert_right(require_full=True)
+        return
+    with pytest.raises(AssertionError, match="wrong: gradients: only last micro batch"):
+        checked.assert_right()
+
+
 def test_a_gradient_that_the_script_puts_back_keeps_the_name_of_what_it_is(plumbline):
     def train():
         model = DistributedDataParallel(small())

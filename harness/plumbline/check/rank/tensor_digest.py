@@ -94,11 +94,11 @@ def _bits(parameter: Tensor) -> Tensor:
 
 
 def written(parameters: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Return the version and the fingerprint of each parameter. If either changes, the parameter was written to.
+    """Return what identifies the values of each parameter: a fingerprint, or the version if no values can be read.
 
-    The version does not count writes through ``data``. The memory of a shard that is gathered in place holds sometimes
-    a part and sometimes all of the parameter, so its fingerprint is 0.
+    The version also changes if a script puts other weights in and then restores these, as for an evaluation. The memory
+    of a shard that is gathered in place holds sometimes a part and sometimes all of the parameter.
     """
     readable = [one for one in parameters if not is_data_parallel_shard(one)]
     prints = dict(zip(map(id, readable), weights_prints(readable), strict=True))
-    return [(int(one._version), prints.get(id(one), 0)) for one in parameters]
+    return [(0, found) if (found := prints.get(id(one), 0)) else (int(one._version), 0) for one in parameters]
