@@ -328,6 +328,22 @@ def test_what_cannot_be_judged_is_said_with_its_reason(plumbline, train, why):
         checked.assert_right()
 
 
+def test_compiled_autograd_compiles_no_hook_of_the_recorder(plumbline):
+    def train():
+        model = small()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = loss_of(model)
+            with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
+                loss.backward()
+            optimizer.step()
+
+    checked = plumbline.check(train, ranks=1, steps=2)
+    assert not any(end.has_failed for end in checked.ends)
+    assert any("or compiled autograd" in one.message for one in checked.findings)
+
+
 def test_what_ended_recording_is_said(plumbline, monkeypatch):
     def fails(*_):
         raise OSError(28, "No space left on device")

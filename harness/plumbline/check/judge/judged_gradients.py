@@ -18,8 +18,8 @@ from plumbline.replay.reasons import FLAT_PARTS
 NOT_FINITE = "gradients were not finite"
 NOT_FOLLOWED = (
     "no backward pass reached the optimizer's parameters, and they are not copies of the model's weights; gradients "
-    "cannot be followed if the script computes them with torch.func, or with torch.autograd.grad in compiled code or "
-    "for only some of an optimizer's parameters"
+    "cannot be followed if the script computes them with torch.func or compiled autograd, or with torch.autograd.grad "
+    "in compiled code or for only some of an optimizer's parameters"
 )
 NOT_TOGETHER = "the ranks' forwards could not be recomputed together"
 DISTRIBUTED = f"the parameters and their gradients are DTensors, and {NOT_TOGETHER}"

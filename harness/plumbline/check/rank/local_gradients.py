@@ -110,6 +110,8 @@ class LocalGradients:
             self._ends(ended)
 
     def _arrived(self, leaf: int, kept: bool, take: Take | None, gradient: Tensor | None) -> None:
+        if torch.compiler.is_compiling():
+            return  # compiled autograd traces hooks, too, and would compile what this one computes
         if gradient is None:
             return  # the leaf is part of the graph, but this pass does not reach it
         if self.current is None or self.passes.is_apart:
@@ -130,7 +132,7 @@ class LocalGradients:
             self.error = self.error or error
 
     def _arrived_whole(self, reduced: Reduce, parameter: Tensor, gradient: Tensor | None) -> None:
-        if gradient is None or self.current is None or self.passes.is_apart:
+        if torch.compiler.is_compiling() or gradient is None or self.current is None or self.passes.is_apart:
             return
         if hasattr(gradient, "full_tensor"):
             self.current.distributed = True
