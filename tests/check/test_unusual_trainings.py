@@ -32,6 +32,15 @@ from plumbline.check.verdict.verdict import Answer, answer_of
 STEPS = 3
 
 
+def assert_judged(checked, wrong):
+    """``wrong``: a pattern of what the verdict says; "" if the training is right."""
+    if not wrong:
+        checked.assert_right(require_full=True)
+        return
+    with pytest.raises(AssertionError, match=wrong):
+        checked.assert_right()
+
+
 def small():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
@@ -596,11 +605,7 @@ def test_gradients_of_different_parameters_that_are_averaged_with_each_other_are
         train_steps(TwoTasks(), change=reduced)
 
     checked = plumbline.check(train, ranks=2, steps=STEPS)
-    if not skips:
-        checked.assert_right(require_full=True)
-        return
-    with pytest.raises(AssertionError, match="wrong: gradients: reduced with another parameter"):
-        checked.assert_right()
+    assert_judged(checked, "wrong: gradients: reduced with another parameter" if skips else "")
 
 
 @pytest.mark.parametrize("reduces", [True, False])
@@ -617,11 +622,7 @@ def test_short_windows_that_are_not_reduced_are_named(plumbline, reduces):
             optimizer.zero_grad()
 
     checked = plumbline.check(train, ranks=2, steps=STEPS)
-    if reduces:
-        checked.assert_right(require_full=True)
-        return
-    with pytest.raises(AssertionError, match="wrong: gradients: reduction switched off"):
-        checked.assert_right()
+    assert_judged(checked, "" if reduces else "wrong: gradients: reduction switched off")
 
 
 class Stream(IterableDataset):
@@ -646,11 +647,7 @@ def test_workers_that_all_read_the_same_samples_are_found(plumbline, is_divided)
             optimizer.step()
 
     checked = plumbline.check(train, ranks=1, steps=4)
-    if is_divided:
-        checked.assert_right(require_full=True)
-        return
-    with pytest.raises(AssertionError, match="wrong: samples: workers alike"):
-        checked.assert_right()
+    assert_judged(checked, "" if is_divided else "wrong: samples: workers alike")
 
 
 @pytest.mark.parametrize("alone", [True, False])
@@ -666,11 +663,7 @@ def test_a_step_that_one_rank_skips_is_named(plumbline, alone):
                 optimizer.step()
 
     checked = plumbline.check(train, ranks=2, steps=STEPS)
-    if not alone:
-        checked.assert_right(require_full=True)
-        return
-    with pytest.raises(AssertionError, match="wrong: gradients: skipped on some ranks"):
-        checked.assert_right()
+    assert_judged(checked, "wrong: gradients: skipped on some ranks" if alone else "")
 
 
 class Adapted(nn.Module):
@@ -725,11 +718,7 @@ def test_other_weights_that_are_evaluated_within_a_window_are_no_change(plumblin
 
     checked = plumbline.check(train, ranks=1, steps=STEPS)
     assert not any("weights change" in one.message for one in checked.findings)
-    if not zeroes:
-        checked.assert_right(require_full=True)
-        return
-    with pytest.raises(AssertionError, match="wrong: gradients: only last micro batch"):
-        checked.assert_right()
+    assert_judged(checked, "wrong: gradients: only last micro batch" if zeroes else "")
 
 
 def test_a_gradient_that_the_script_puts_back_keeps_the_name_of_what_it_is(plumbline):
@@ -769,11 +758,7 @@ def test_a_hook_of_the_scripts_own_may_round_to_16_bits(plumbline, divisor):
         train_steps(model)
 
     checked = plumbline.check(train, ranks=2, steps=STEPS)
-    if divisor == 2:
-        checked.assert_right(require_full=True)
-        return
-    with pytest.raises(AssertionError, match="wrong: gradients: summed over ranks"):
-        checked.assert_right()
+    assert_judged(checked, "" if divisor == 2 else "wrong: gradients: summed over ranks")
 
 
 def averaged(model):
@@ -857,11 +842,7 @@ def test_a_factor_fits_also_the_steps_in_which_a_mask_leaves_a_rank_no_term(plum
             optimizer.step()
 
     checked = plumbline.check(train, ranks=2, steps=STEPS)
-    if counted == "all ranks":
-        checked.assert_right(require_full=True)
-        return
-    with pytest.raises(AssertionError, match="it is not known whether its loss requires that"):
-        checked.assert_right()
+    assert_judged(checked, "" if counted == "all ranks" else "it is not known whether its loss requires that")
 
 
 @pytest.mark.parametrize(
