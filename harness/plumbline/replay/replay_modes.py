@@ -110,6 +110,7 @@ class Rounding:
         """Add an error to each entry of the floating-point tensors in a result, in place; return the result.
 
         Whole numbers are exact: they may be positions or counts, which change meaning when they become a bit smaller.
+        So are infinities, as in masks.
         """
         if isinstance(result, (list, tuple)):
             return type(result)(self.of(one) for one in result)
@@ -118,7 +119,7 @@ class Rounding:
         own = local(result)
         errors = torch.randn(own.shape, generator=self._generator, dtype=torch.float32).to(own.device)
         with torch.no_grad():
-            own.add_(own * errors.masked_fill_(own == own.round(), 0.0), alpha=self._unit)
+            own.add_((own * errors).masked_fill_(own == own.round(), 0.0), alpha=self._unit)
         return result
 
 

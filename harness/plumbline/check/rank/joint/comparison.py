@@ -271,8 +271,6 @@ class GradientSearch:
         for number in range(ROUNDS):
             if number:
                 difference = self._derivative.difference(remaining, f"{number}")
-            if not any(self._shows(difference, index) for index in remaining):
-                difference = self._derivative.difference(remaining, f"{number}", closely=True)
             if difference.error(remaining) > difference.limit:
                 if number and (other := self._read_again(reading, f"{number}")) is not None:
                     return self._facts(*other)
@@ -559,8 +557,12 @@ class GradientSearch:
         return abs(difference.received[index]) > 2 * difference.limit
 
     def _hides(self, difference: Difference, indices: Iterable[int]) -> bool:
-        """Return whether other directions through these parameters would show none of them either."""
-        return all(RARELY * difference.typical[index] <= 2 * difference.limit for index in indices)
+        """Return whether other directions through these parameters would show none of them either.
+
+        In 16-bit formats, the noise of a direction says little about that of the next one.
+        """
+        is_small = all(RARELY * difference.typical[index] <= 2 * difference.limit for index in indices)
+        return is_small and not self._derivative.is_coarse
 
     def _named(self, indices: Iterable[int]) -> list[list[object]]:
         """Return the recorded names of parameters, each with the ranks that hold the parameter under this name."""
