@@ -204,8 +204,10 @@ def _multiple_of_mean(steps: Sequence[RecordedStep], ranks: Sequence[Sequence[Sh
     ]
     if not all(share.is_alone and share.is_even and share.weight > 0 for share, _ in pairs):
         return math.nan
+    if len({*(step.received.shape for step in steps), *(local.shape for _, local in pairs)}) > 1:
+        return math.nan  # ranks step different parameters
     received = received_by(steps).nan_to_num()
-    if any(local.shape != received.shape for _, local in pairs) or not bool(received.any()):
+    if not bool(received.any()):
         return math.nan
     terms = sum(share.terms for share, _ in pairs)
     mean = torch.stack([local * (share.terms / (share.weight * terms)) for share, local in pairs]).sum(0)
