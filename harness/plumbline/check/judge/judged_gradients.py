@@ -388,7 +388,9 @@ def _is_right_at(training: RecordedTraining, place: int) -> bool:
 
 def _is_right_or_simple(case: ReceivedGradient) -> bool:
     """Return whether a gradient is right, or a multiple or a rank's share of it that torch.autograd.grad computed."""
-    if case.fit(RIGHT).holds or not are_by_grad(case.step):
-        return case.fit(RIGHT).holds
+    if case.fit(RIGHT).holds:
+        return True
+    if not are_by_grad(case.step):
+        return False
     own = Combination(only({case.rank}, case.world))
     return case.fit_of_a_multiple().holds or case.fit(own).holds

@@ -288,7 +288,7 @@ class JointDerivative:
         every_use = exchange.values([order, [names[number] for number in uses.on_rows if number in names]])
         beginnings.on_rows.update(set(every_use[0][1]).intersection(*(own for _, own in every_use)))
         beginnings.uses, beginnings.successive = [own for own, _ in every_use], successive(passed)
-        self.groups = grouped(self.every, self.unit, beginnings)
+        self._group()
         # A loss that is summed over ranks only for printing also has one value.
         self.has_one_loss = self.has_same_loss and all(
             len(own) == len(self._still[0]) and all(map(_are_near, own, self._still[0])) for own in self._still
@@ -345,7 +345,24 @@ class JointDerivative:
         self.every = [one["held"] for one in theirs]
         note_holders(self.every, self.unit)
         self.are_copies = all("pieces" in one for own in self.every for one in own)
+        self._group()
+
+    def _group(self) -> None:
+        """Group the parameters, and choose how far to move the entries of each: all then change S about equally.
+
+        Otherwise those with small gradients would show nothing beside the others. ``_typical`` has the standard
+        deviation of the product of each group's gradient with a direction.
+        """
         self.groups = grouped(self.every, self.unit, self._beginnings)
+        norms = [
+            math.sqrt(sum(self.every[rank][number]["square"] for rank, number in group.instances[0]))
+            for group in self.groups
+        ]
+        effects = [norm * group.size for norm, group in zip(norms, self.groups, strict=True)]
+        usual = statistics.median([one for one in effects if one] or [1.0])
+        longer = [min(max(usual / one if one else 1.0, 1 / LONGER), LONGER) for one in effects]
+        self._lengths = [group.size * by for group, by in zip(self.groups, longer, strict=True)]
+        self._typical = [effect * by for effect, by in zip(effects, longer, strict=True)]
 
     def take_complete(self) -> list[int]:
         """Return the indices of the parameters whose gradients are complete now and were not taken before."""
@@ -476,8 +493,7 @@ class JointDerivative:
         noise = math.hypot(self.unit * math.sqrt(squares), rounded, kinks, differences, cancelled, of_factor)
         if not math.isfinite(noise):
             raise NoAgreementError("the recomputed forward is not finite")
-        lengths, norms = self._lengths(), self._norms()
-        typical = {index: norms[index] * lengths[index] / abs(factor) for index in indices}
+        typical = {index: self._typical[index] / abs(factor) for index in indices}
         return Difference(shares, right, noise, self.limit * noise, received, left_over, typical)
 
     def _derivatives(self, sides: Sides) -> Terms:
@@ -499,14 +515,13 @@ class JointDerivative:
         self, groups: Mapping[int, Group], seed: str, part_of: Collection[int] | None
     ) -> tuple[dict[int, Tensor], dict[int, tuple[float, float, float]]]:
         of_step = f"{self._step} " if self.is_coarse else ""
-        lengths = self._lengths()
         directions: dict[int, Tensor] = {}
         products: dict[int, tuple[float, float, float]] = {}
         for index, group in groups.items():
             for rank, number in group.keys:
                 if rank == self._rank:
                     one = self._held[number]
-                    along = one.direction(f"{of_step}{seed} {index}", lengths[index])
+                    along = one.direction(f"{of_step}{seed} {index}", self._lengths[index])
                     if part_of is not None:
                         along = one.own_part(along) if rank in part_of else torch.zeros_like(along)
                     directions[id(one.parameter)] = along
@@ -515,25 +530,6 @@ class JointDerivative:
                         left, _ = product(self._left.get(id(one.parameter)), along, copies)
                         products[index] = *product(self._gradients[number], along, copies), left
         return directions, products
-
-    def _lengths(self) -> list[float]:
-        """Return how far to move the entries of each parameter: such that all change S about equally, within limits.
-
-        Otherwise those with small gradients would show nothing beside the others.
-        """
-        effects = [norm * group.size for norm, group in zip(self._norms(), self.groups, strict=True)]
-        typical = statistics.median([one for one in effects if one] or [1.0])
-        return [
-            group.size * min(max(typical / effect if effect else 1.0, 1 / LONGER), LONGER)
-            for group, effect in zip(self.groups, effects, strict=True)
-        ]
-
-    def _norms(self) -> list[float]:
-        """Return the norm of what was received for each group."""
-        return [
-            math.sqrt(sum(self.every[rank][number]["square"] for rank, number in group.instances[0]))
-            for group in self.groups
-        ]
 
     def _sides(self, directions: Mapping[int, Tensor], *roundings: tuple[float, int] | None) -> list[Sides]:
         """Return the terms of S on both sides of the weights, for each unit roundoff and seed; None is for float64."""
