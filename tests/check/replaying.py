@@ -31,8 +31,11 @@ class Recording:
             self.number = None
             self.passes += 1
 
+    def compute(self, **options: Any) -> dict[int, ExactPass]:
+        return self._exact.compute(**options)
+
     def exact(self, **options: Any) -> dict[int, ExactPass]:
-        result = self._exact.compute(**options)
+        result = self.compute(**options)
         assert not self.calls.unrecorded
         return result
 

@@ -341,6 +341,49 @@ def test_a_counter_on_the_module_is_put_back() -> None:
     assert (body.calls, len(body.seen), int(body.tensor)) == (1, 1, 1)
 
 
+@pytest.mark.parametrize("through_data", [False, True], ids=["in-place", "through-data"])
+@pytest.mark.parametrize("kind", ["buffer", "frozen"])
+def test_each_call_uses_the_values_that_the_forward_before_it_left(kind: str, *, through_data: bool) -> None:
+    """A write through ``.data`` does not count as a new version of the tensor."""
+
+    class Moving(Body):
+        def __init__(self) -> None:
+            super().__init__()
+            if kind == "buffer":
+                self.register_buffer("scale", torch.ones(4))
+            else:
+                self.scale = nn.Parameter(torch.ones(4), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            output = super().forward(x) * self.scale.clone()
+            with torch.no_grad():
+                (self.scale.data if through_data else self.scale).mul_(2.0)
+            return output
+
+    body = Moving()
+    body(torch.randn(2, 4))  # not recorded
+    with recording() as recorded:
+        for _ in range(3):
+            recorded.backward(body(torch.randn(2, 4)).sum())
+            if kind == "frozen" and not recorded.passes > 1:
+                recorded.exact()  # the first call shows that the forward changes it
+                body.zero_grad()
+        assert_exact(recorded, body)
+    assert body.scale.tolist() == [16.0] * 4
+
+
+def test_a_call_that_cannot_be_recorded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*arguments: object) -> None:
+        raise RuntimeError("no generators")
+
+    monkeypatch.setattr("plumbline.replay.tracked_calls._generators", fails)
+    body = Body()
+    with recording() as recorded:
+        recorded.backward(body(torch.randn(2, 4)).sum())
+        why = {reason for one in recorded.compute().values() for reason in one.uncovered.values()}
+    assert why == {"a call of Body cannot be recorded: RuntimeError: no generators"}
+
+
 def test_weights_that_changed_since_the_forward() -> None:
     body = Body()
     with recording() as recorded:

@@ -69,8 +69,8 @@ class TrackedCall:
     names in ``collectives()``. ``is_distributed``: some parameters are DTensors that no replay gathers. ``activations``
     are the arguments that are leaves and require a gradient, as in a pipeline stage. ``runs_code``: a backward pass
     runs custom functions in Python, which may do something else each time. ``set_inputs`` has the activations that the
-    script set as attributes of modules before the call: the attributes, the name, and a copy. ``frozen`` has the
-    states of frozen parameters, and ``nodes`` the nodes that computed the arguments, while the call runs. A module may
+    script set as attributes of modules before the call: the attributes, the name, and a copy. ``frozen`` has
+    entries of frozen parameters, and ``nodes`` the nodes that computed the arguments, while the call runs. A module may
     write its outputs into a dict that it is given, so the arguments are different afterwards.
     """
 
@@ -83,7 +83,7 @@ class TrackedCall:
     default_dtype: torch.dtype
     training: tuple[tuple[nn.Module, bool], ...]
     buffers: dict[int, tuple[Tensor, Tensor]]
-    frozen: tuple[tuple[nn.Parameter, tuple[int, int]], ...] = ()
+    frozen: tuple[tuple[nn.Parameter, Tensor], ...] = ()
     nodes: tuple[Any, ...] = ()
     compiled: bool = False
     parameters: tuple[UsedParameter, ...] = ()

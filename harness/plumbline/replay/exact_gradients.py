@@ -133,7 +133,8 @@ class ExactGradients:
         self._calls.forget()
         for number, parameters in outside.items():
             for parameter in parameters:
-                passes.setdefault(number, ExactPass()).uncovered.setdefault(parameter, OUTSIDE)
+                why = self._calls.unrecorded.get(parameter, OUTSIDE)
+                passes.setdefault(number, ExactPass()).uncovered.setdefault(parameter, why)
                 passes[number].beside.add(parameter)
         for one in passes.values():
             for parameter, why in self._calls.unrecorded.items():

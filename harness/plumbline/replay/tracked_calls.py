@@ -19,10 +19,10 @@ from plumbline.recording.flat_sharding import flat_units, part_of
 from plumbline.recording.module_calls import ModuleCalls, run_noted
 from plumbline.recording.observer import Observers
 from plumbline.recording.patching import attempt
-from plumbline.recording.sharding import arrival_leaves, shards_of_fsdp2
+from plumbline.recording.sharding import arrival_leaves, local, shards_of_fsdp2
 from plumbline.replay import unwrapping
 from plumbline.replay.alias import alias
-from plumbline.replay.call import Activation, TrackedCall, UsedParameter, sample, state_of
+from plumbline.replay.call import Activation, TrackedCall, UsedParameter, sample
 from plumbline.replay.collectives import collectives, communicates_beside, since
 from plumbline.replay.nested import map_tensors, tensors_in
 from plumbline.replay.random_state import AutocastState, RandomState
@@ -30,6 +30,9 @@ from plumbline.replay.reasons import FLAT_PARTS, SECOND_ORDER, STALE
 from plumbline.replay.unsharding import is_distributed, shards
 from plumbline.replay.unwrapping import Role
 from plumbline.replay.uses import received_leaf, runs_own_code, used_outside
+
+ROWS = 64
+"""Of how many rows one entry is compared to see that a forward changes a frozen parameter."""
 
 CurrentPass = Callable[[], "int | None"]
 """Returns the number of the backward pass that is running, None if there is none that counts."""
@@ -255,7 +258,7 @@ class TrackedCalls:
             default_dtype=torch.get_default_dtype(),
             training=tuple((one, one.training) for one in module.modules()),
             buffers={**self._copied_buffers(module), **self._copied_moving(frozen)},
-            frozen=tuple((one, state_of(one)) for one in frozen),
+            frozen=tuple((one, _entries(one)) for one in frozen),
             nodes=tuple(one.grad_fn for one in tensors_in((args, kwargs)) if one.grad_fn is not None),
             compiled=unwrapping.is_compiled(called),
             collectives=collectives(),
@@ -305,7 +308,7 @@ class TrackedCalls:
             if is_lazy(buffer):
                 continue
             _, version, copy = self._buffers.get(id(buffer), (buffer, -1, buffer))
-            if version != buffer._version:
+            if version != buffer._version or not _equal(buffer, copy):  # ``buffer.data.copy_`` leaves the version
                 copy = buffer.detach().clone()
                 self._buffers[id(buffer)] = buffer, buffer._version, copy
             copies[id(buffer)] = buffer, copy
@@ -320,7 +323,7 @@ class TrackedCalls:
             return output
         try:
             self._observers.tell(lambda one: one.forward_ends())
-            self._moving.update({id(one): one for one, state in call.frozen if state_of(one) != state})
+            self._moving.update({id(one): one for one, before in call.frozen if not _equal(_entries(one), before)})
             call.frozen = ()
             outputs = differentiable(output)
             if not outputs:
@@ -380,6 +383,16 @@ class TrackedCalls:
 
 def _is_plain_frozen(one: nn.Parameter) -> bool:
     return not one.requires_grad and type(one) is nn.Parameter and part_of(one) is None and not is_lazy(one)
+
+
+def _entries(frozen: nn.Parameter) -> Tensor:
+    """Return copies of some entries: a write through ``.data`` leaves the version, so only values show it."""
+    first = (0,) * (frozen.dim() - 1)
+    return frozen.detach()[(slice(ROWS), *first) if frozen.dim() and frozen.numel() else ()].clone()
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(local(one), local(other))
 
 
 def differentiable(output: Any) -> list[Tensor]:
