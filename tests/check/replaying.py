@@ -63,7 +63,7 @@ def recording() -> Iterator[Recording]:
 def assert_exact(recorded: Recording, module: nn.Module, digits: Callable[[Tensor], float] | None = None) -> None:
     """Every gradient of ``module`` equals that of its replays, up to float32 rounding."""
     gradients, uncovered = recorded.total()
-    assert not uncovered
+    assert not uncovered, set(uncovered.values())
     largest = max(float(one.grad.abs().max()) for one in module.parameters() if one.grad is not None)
     for name, parameter in module.named_parameters():
         if parameter.grad is None:

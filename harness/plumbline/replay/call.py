@@ -105,6 +105,11 @@ class TrackedCall:
         return [one.parameter for one in self.parameters if one.requires_grad]
 
     @property
+    def is_changed(self) -> bool:
+        """Whether a parameter that was not copied has been replaced or written to since the forward."""
+        return any(one.changed for one in self.parameters if id(one.parameter) not in self.buffers)
+
+    @property
     def receives_activations(self) -> bool:
         """Whether an argument is a leaf that requires a gradient, or a copy of one, as for a pipeline stage."""
         return bool(self.activations)

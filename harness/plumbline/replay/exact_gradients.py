@@ -278,7 +278,7 @@ def _ids(outside: Mapping[int, Sequence[nn.Parameter]]) -> Hashable:
 def _can_repeat(call: TrackedCall) -> bool:
     """Return whether this rank alone can tell that a replay of the call would show nothing new."""
     depends = call.obstacle or call.foreign or any(call.collectives.values())
-    return not depends and not any(one.changed or is_gathered(one.parameter) for one in call.parameters)
+    return not depends and not call.is_changed and not any(is_gathered(one.parameter) for one in call.parameters)
 
 
 def _add(sums: dict[K, Tensor], key: K, value: Tensor) -> None:

@@ -187,7 +187,7 @@ def forward_watched(
 def _check(call: TrackedCall) -> None:
     if call.obstacle:
         raise CannotReplayError(f"{call.name}: {call.obstacle}")
-    if any(one.changed for one in call.parameters):
+    if call.is_changed:
         raise CannotReplayError(f"{call.name}: its parameters were changed between its forward and the optimizer step")
 
 

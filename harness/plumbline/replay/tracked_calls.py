@@ -387,8 +387,12 @@ def _is_plain_frozen(one: nn.Parameter) -> bool:
 
 def _entries(frozen: nn.Parameter) -> Tensor:
     """Return copies of some entries: a write through ``.data`` leaves the version, so only values show it."""
-    first = (0,) * (frozen.dim() - 1)
-    return frozen.detach()[(slice(ROWS), *first) if frozen.dim() and frozen.numel() else ()].clone()
+    if not frozen.dim() or not frozen.numel():
+        return frozen.detach().clone()
+    rows = frozen.detach()[:ROWS]
+    while rows.dim() > 1:
+        rows = rows.select(-1, 0)
+    return rows.clone()
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
