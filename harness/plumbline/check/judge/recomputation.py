@@ -13,7 +13,8 @@ from plumbline.check.evidence.training import BackwardPass, Facts, Parameter, Re
 from plumbline.check.judge.noted import failed_observers, not_judged, passes_of
 from plumbline.core.finding import Finding
 from plumbline.core.numbers import counted
-from plumbline.judge.findings import failed_with_hint, passed
+from plumbline.judge.findings import failed, failed_with_hint, passed
+from plumbline.judge.hypothesis import CountedCase, Hypothesis, Match, explain, holds, register
 
 CHECK = "recomputation"
 
@@ -28,20 +29,30 @@ _OTHER_NUMBERS = "drew different random numbers than the forward, for example di
 
 
 @dataclass(frozen=True, eq=False)
-class _Judged:
+class RecomputationCase(CountedCase):
     """How far a backward pass is from the gradient of the forward that ran.
 
-    ``parameter`` has the largest distance in multiples of its noise, and ``x_noise`` is that distance. ``share`` is the
-    distance of the whole gradient, relative to its norm.
+    ``found`` says in words what was recomputed. ``parameter`` has the largest distance in multiples of its noise, and
+    ``x_noise`` is that distance. ``share`` is the distance of the whole gradient, relative to its norm. ``rerouted``
+    has the selections of experts that differ from those of the forward.
     """
 
+    found: str
     rank: int
     step: RecordedStep
     facts: Facts
     parameter: str
     x_noise: float
     share: float
-    rerouted: Sequence[Facts] = ()
+    rerouted: Sequence[Facts]
+
+    def message(self, finding: Finding, description: str, hint: str, match: Match) -> str:
+        to_others = ""
+        if self.rerouted:
+            most = max(self.rerouted, key=lambda one: float(one["tokens"] / one["of"]))
+            experts = f"experts of {most['module'] or 'the model'}"
+            to_others = f", and sent {most['tokens']} of {most['of']} tokens to different {experts}"
+        return f"{self.found} {description}{to_others}: {finding.message}: {hint}"
 
 
 def judge_recomputation(training: RecordedTraining) -> Iterator[Finding]:
@@ -64,10 +75,12 @@ def judge_recomputation(training: RecordedTraining) -> Iterator[Finding]:
         yield passed(CHECK, f"{counted(compared, 'activation checkpoint')} recomputed the same values as the forward")
         return
     found = f"{different} of {compared} recomputed activation checkpoints" if different else RUN_AGAIN
-    judged = [one for place in _suspected(training) for one in _furthest(*place)]
+    judged = [one for place in _suspected(training) for one in _furthest(found, *place)]
     wrong = next((one for one in judged if one.x_noise > LIMIT), None)
     if wrong is not None:
-        yield _finding(wrong, found)
+        off, number = f"gradients are off by {100 * wrong.share:.3g} %", wrong.step.number
+        finding = failed(CHECK, off, step=number, rank=wrong.rank, parameter=wrong.parameter)
+        yield replace(explain(finding, wrong), error_x_noise=wrong.x_noise, limit_x_noise=LIMIT)
     elif judged:
         worst = max(judged, key=lambda one: one.x_noise)
         message = f"{found} {_OTHER_VALUES}, but gradients match the forward up to rounding"
@@ -110,7 +123,7 @@ def _known(step: RecordedStep, one: BackwardPass) -> Tensor:
     return local.isfinite() & exact.isfinite() & native.isfinite() & (local > 0)
 
 
-def _furthest(rank: int, step: RecordedStep, one: BackwardPass) -> Iterator[_Judged]:
+def _furthest(found: str, rank: int, step: RecordedStep, one: BackwardPass) -> Iterator[RecomputationCase]:
     """Yield the parameter whose gradient is furthest from that of the forward, in multiples of its noise."""
     known = _known(step, one)
     if one.exact is None or one.native is None or not bool(known.any()):
@@ -126,8 +139,16 @@ def _furthest(rank: int, step: RecordedStep, one: BackwardPass) -> Iterator[_Jud
     ratios = torch.where(known & (apart > 0), apart / least, 0.0)
     worst = int(ratios.argmax())
     share = _together(apart, known) / size if size else float("inf")
-    rerouted = one.noted("experts").get("rerouted", ())
-    yield _Judged(rank, step, one.facts[CHECK], step.parameters[worst].name, float(ratios[worst]), share, rerouted)
+    yield RecomputationCase(
+        found,
+        rank,
+        step,
+        one.facts[CHECK],
+        step.parameters[worst].name,
+        float(ratios[worst]),
+        share,
+        one.noted("experts").get("rerouted", ()),
+    )
 
 
 def _eps(parameter: Parameter) -> float:
@@ -138,83 +159,42 @@ def _together(norms: Tensor, known: Tensor) -> float:
     return float(norms[known].norm())
 
 
-def _finding(wrong: _Judged, found: str) -> Finding:
-    known = _explained(wrong.facts, wrong.rerouted)
-    finding = failed_with_hint(
-        CHECK,
-        f"{found} {known.observed}{_to_others(wrong.rerouted)}: gradients are off by {100 * wrong.share:.3g} %",
-        known.hint,
-        cause=known.cause, family=known.family, step=wrong.step.number, rank=wrong.rank, parameter=wrong.parameter,
-    )  # fmt: skip
-    return replace(finding, error_x_noise=wrong.x_noise, limit_x_noise=LIMIT)
+_OTHERS = {"python": "Python's random module", "numpy": "NumPy"}
+"""Generators whose states ``torch.utils.checkpoint`` does not preserve."""
 
 
-@dataclass(frozen=True)
-class _Explanation:
-    cause: str
-    family: str
-    observed: str
-    hint: str
+def _draws_elsewhere(case: RecomputationCase) -> Iterator[Match]:
+    generators = case.facts["generators"]
+    if generators and _OTHERS.keys() >= set(generators):
+        yield Match(figures={"names": " and ".join(map(_OTHERS.__getitem__, generators))})
 
 
 _REDRAWN = "masks-drawn-anew-in-the-backward"
-_NAMES = {"python": "Python's random module", "numpy": "NumPy"}
 
-
-def _to_others(rerouted: Sequence[Facts]) -> str:
-    """Return how many tokens a recomputation sends to other experts, "" if none."""
-    if not rerouted:
-        return ""
-    most = max(rerouted, key=lambda one: float(one["tokens"] / one["of"]))
-    return f", and sent {most['tokens']} of {most['of']} tokens to different experts of {most['module'] or 'the model'}"
-
-
-def _explained(facts: Facts, rerouted: Sequence[Facts] = ()) -> _Explanation:
-    generators = facts["generators"]
-    if not facts["different"]:
-        return _Explanation(
-            _REDRAWN,
-            "rng",
-            _OTHER_NUMBERS,
-            "in backward(), restore the generator states of forward(), as torch.utils.checkpoint does",
-        )
-    if set(generators) - {"python", "numpy"}:
-        return _Explanation(
-            _REDRAWN,
-            "rng",
-            _OTHER_NUMBERS,
-            "torch.compile(backend='eager') does not preserve the generators' states; use another backend"
-            if facts["compiled"]
-            else "keep preserve_rng_state=True, the default of torch.utils.checkpoint",
-        )
-    if generators:
-        names = " and ".join(_NAMES.get(one, one) for one in generators)
-        return _Explanation(
-            _REDRAWN,
-            "rng",
-            f"drew different random numbers from {names} than the forward",
-            "torch.utils.checkpoint preserves the states of torch's generators only; draw with torch, or outside "
-            "the checkpointed function",
-        )
-    if facts["modes"]:
-        return _Explanation(
-            "recomputed-in-another-mode",
-            "rng",
-            "ran in a different mode (training or evaluation) than the forward",
-            "call train() and eval() before the forward or after the backward pass, not in between",
-        )
-    if rerouted:
-        return _Explanation(
-            "experts-chosen-anew-in-the-backward",
-            "rng",
-            _OTHER_VALUES,
-            "choose experts outside the checkpoint, or draw noise with torch's default generator; update the bias that "
-            "balances experts after the backward pass",
-        )
-    return _Explanation(
-        "recomputed-differently",
-        "buffers",
+register(
+    RecomputationCase,
+    Hypothesis(_REDRAWN, "rng", holds(lambda case: not case.facts["different"]),
+        _OTHER_NUMBERS,
+        "in backward(), restore the generator states of forward(), as torch.utils.checkpoint does", 190),
+    Hypothesis(_REDRAWN, "rng", _draws_elsewhere,
+        "drew different random numbers from {names} than the forward",
+        "torch.utils.checkpoint preserves the states of torch's generators only; draw with torch, or outside the "
+        "checkpointed function", 180),
+    Hypothesis(_REDRAWN, "rng", holds(lambda case: case.facts["generators"] and case.facts["compiled"]),
+        _OTHER_NUMBERS,
+        "torch.compile(backend='eager') does not preserve the generators' states; use another backend", 170),
+    Hypothesis(_REDRAWN, "rng", holds(lambda case: case.facts["generators"]),
+        _OTHER_NUMBERS,
+        "keep preserve_rng_state=True, the default of torch.utils.checkpoint", 160),
+    Hypothesis("recomputed-in-another-mode", "rng", holds(lambda case: case.facts["modes"]),
+        "ran in a different mode (training or evaluation) than the forward",
+        "call train() and eval() before the forward or after the backward pass, not in between", 150),
+    Hypothesis("experts-chosen-anew-in-the-backward", "rng", holds(lambda case: bool(case.rerouted)),
+        _OTHER_VALUES,
+        "choose experts outside the checkpoint, or draw noise with torch's default generator; update the bias that "
+        "balances experts after the backward pass", 140),
+    Hypothesis("recomputed-differently", "buffers", holds(lambda case: True),
         _OTHER_VALUES,
         "make the checkpointed function depend only on its arguments and the parameters, not on its own generator, or "
-        "on a buffer or an attribute that changes after the forward",
-    )
+        "on a buffer or an attribute that changes after the forward", 130),
+)  # fmt: skip
