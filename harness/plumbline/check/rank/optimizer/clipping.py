@@ -16,6 +16,7 @@ from torch.optim.optimizer import Optimizer
 
 from plumbline.check.evidence.training import Facts
 from plumbline.check.rank.optimizer.loss_scale import LossScale
+from plumbline.check.rank.optimizer.twin import norm_in_float64
 from plumbline.recording.backward_passes import PassGradients
 from plumbline.recording.observer import WrappingObserver
 from plumbline.recording.parameters import parameters_of
@@ -129,8 +130,8 @@ class ClippingObserver(WrappingObserver):
         self._note_lengths(changed)
         names = set(map(id, changed))
         for call in self._all_calls():
-            if call.at_pass < number and not call.late:
-                call.kept |= call.lasts and not names.isdisjoint(call.after)
+            if call.noted["pass"] < number and not call.noted["late"]:
+                call.noted["kept"] |= call.lasts and not names.isdisjoint(call.after)
         return None
 
     def _parameters(self) -> Iterator[Tensor]:
@@ -146,7 +147,7 @@ class ClippingObserver(WrappingObserver):
             self._lengths[name], self._passes[name] = lengths.get(name, 0.0), self._pass
 
     def _is_current(self, call: ClippingCall, name: int) -> bool:
-        return call.at_pass >= self._passes.get(name, -1)
+        return bool(call.noted["pass"] >= self._passes.get(name, -1))
 
     def scaled(self, parameters: Iterable[Tensor], factor: float) -> None:
         """Note that a library has multiplied gradients as part of its backward passes; the script itself has not."""
@@ -183,14 +184,13 @@ class ClippingObserver(WrappingObserver):
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
         self._stepped.add(optimizer)
         parameters = parameters_of(optimizer)
-        own = {id(parameter) for parameter in parameters}
         empty, self._empty = self._empty, 0
         return {
             "empty": empty,
             "of": sum(parameter.grad is not None for parameter in parameters),
             "roundings": ROUNDINGS * max((_epsilon(one) for one in parameters), default=0.0),
             **self._changes.pop(id(optimizer), {"by_hand": None, "while_scaled": None, "edited": False}),
-            "calls": [facts_of(call, own, id(optimizer)) for call in self._calls.pop(id(optimizer), [])],
+            "calls": [call.facts_for(optimizer) for call in self._calls.pop(id(optimizer), [])],
         }
 
     def stop(self) -> None:
@@ -263,22 +263,22 @@ class ClippingObserver(WrappingObserver):
         given, norm_type = "total_norm" in bound, float(bound.get("norm_type", 2.0))
         if given and self._measured is not None and self._measured.is_of(parameters, bound["total_norm"]):
             given, norm_type = False, self._measured.norm_type
-        call = ClippingCall(
-            kind=kind,
-            limit=float(bound["max_norm"] if kind == "norm" else bound["clip_value"]),
-            norm_type=norm_type,
-            returned=number(bound.get("total_norm", result)),
-            given=given,
-            at_pass=self._pass,
-            inside=self._inside,
-            before=before,
-            after=lengths_of(parameters),
-            sharded=any(map(is_shard, parameters)),
-            of_gradients=bool(bound.get("of_gradients")),
-            parameters=[one for one in parameters if id(one) in before],
-            scales={id(optimizer): self._scale_left(optimizer, before) for optimizer in owners},
-            late=bool(owners) and all(optimizer in self._stepped for optimizer in owners),
-        )
+        noted = {
+            "kind": kind,
+            "limit": float(bound["max_norm"] if kind == "norm" else bound["clip_value"]),
+            "norm_type": norm_type,
+            "returned": number(bound.get("total_norm", result)),
+            "given": given,
+            "pass": self._pass,
+            "inside": self._inside,
+            "late": bool(owners) and all(optimizer in self._stepped for optimizer in owners),
+            "kept": False,
+            "sharded": any(map(is_shard, parameters)),
+            "of_gradients": bool(bound.get("of_gradients")),
+        }
+        scales = {id(optimizer): self._scale_left(optimizer, before) for optimizer in owners}
+        clipped = [one for one in parameters if id(one) in before]
+        call = ClippingCall(noted, clipped, before, lengths_of(parameters), scales)
         for optimizer in owners:
             self._calls.setdefault(id(optimizer), []).append(call)
 
@@ -313,7 +313,7 @@ class ClippingObserver(WrappingObserver):
 
     def _is_edited(self, optimizer: Optimizer) -> bool:
         """Return whether norms of gradients have changed since clipping, and not all by the same factor."""
-        calls = [call for call in self._calls.get(id(optimizer), []) if not call.late]
+        calls = [call for call in self._calls.get(id(optimizer), []) if not call.noted["late"]]
         clipped = {
             name: length for call in calls for name, length in call.after.items() if self._is_current(call, name)
         }
@@ -350,49 +350,29 @@ class Norm:
 class ClippingCall:
     """One clipping call, with the norms of gradients before and after it, by the parameter's id.
 
-    ``lasts``: the gradients were still clipped ones when the latest backward pass began.
+    ``noted`` has its facts that are the same for each optimizer. ``scales`` has the loss scale that was left, by the
+    optimizer's id. ``lasts``: the gradients were still clipped ones when the latest backward pass began.
     """
 
-    kind: str
-    limit: float
-    norm_type: float
-    returned: float | None
-    given: bool
-    at_pass: int
-    inside: bool
+    noted: Facts
+    parameters: Sequence[Tensor]
     before: dict[int, float]
     after: dict[int, float]
-    sharded: bool
-    of_gradients: bool
-    parameters: Sequence[Tensor]
     scales: dict[int, float]
-    late: bool
     lasts: bool = False
-    kept: bool = False
 
-
-def facts_of(call: ClippingCall, own: set[int], optimizer: int) -> Facts:
-    before = {name: value for name, value in call.before.items() if name in own}
-    after = {name: value for name, value in call.after.items() if name in own}
-    norm = total(before)
-    return {
-        "kind": call.kind,
-        "limit": call.limit,
-        "norm_type": call.norm_type,
-        "returned": call.returned,
-        "given": call.given,
-        "pass": call.at_pass,
-        "inside": call.inside,
-        "covered": len(before),
-        "norm": norm,
-        "others": total({name: value for name, value in call.before.items() if name not in own}),
-        "factor": total(after) / norm if norm else 1.0,
-        "scale": call.scales.get(optimizer, 1.0),
-        "late": call.late,
-        "kept": call.kept,
-        "sharded": call.sharded,
-        "of_gradients": call.of_gradients,
-    }
+    def facts_for(self, optimizer: Optimizer) -> Facts:
+        own = {id(parameter) for parameter in parameters_of(optimizer)}
+        before = {name: value for name, value in self.before.items() if name in own}
+        norm = total(before)
+        return {
+            **self.noted,
+            "covered": len(before),
+            "norm": norm,
+            "others": total({name: value for name, value in self.before.items() if name not in own}),
+            "factor": total({name: value for name, value in self.after.items() if name in own}) / norm if norm else 1.0,
+            "scale": self.scales.get(id(optimizer), 1.0),
+        }
 
 
 def lengths_of(parameters: Iterable[Tensor]) -> dict[int, float]:
@@ -401,9 +381,7 @@ def lengths_of(parameters: Iterable[Tensor]) -> dict[int, float]:
     for parameter in parameters:
         if parameter.grad is not None:
             own = local(parameter.grad.detach())
-            values = own.coalesce()._values() if own.is_sparse else own
-            wide = torch.complex128 if values.is_complex() else torch.float64
-            lengths[id(parameter)] = float(torch.linalg.vector_norm(values, dtype=wide).real)
+            lengths[id(parameter)] = norm_in_float64(own.coalesce()._values() if own.is_sparse else own)
     return lengths
 
 
