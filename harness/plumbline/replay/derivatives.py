@@ -24,6 +24,7 @@ from plumbline.replay.memory import address_of
 from plumbline.replay.nested import map_tensors, tensors_in
 from plumbline.replay.random_state import normal_like
 from plumbline.replay.unsharding import is_distributed
+from plumbline.replay.uses import nodes_of
 
 
 class OwnDerivativeError(Exception):
@@ -395,12 +396,7 @@ class AddedGradients:
 
     def keep_reached(self, outputs: Iterable[Tensor]) -> None:
         """Drop functions from which no output depends: the backward pass of these outputs does not run them."""
-        reached, left = set(), [one.grad_fn for one in outputs if one.grad_fn is not None]
-        while left:
-            node = left.pop()
-            if node not in reached:
-                reached.add(node)
-                left += [inner for inner, _ in node.next_functions if inner is not None]
+        reached = set(nodes_of(outputs))
         for number, nodes in self._nodes.items():
             if reached.isdisjoint(nodes):
                 del self._gradients[number], self.names[number]

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from plumbline.check.evidence.training import Facts
 from plumbline.check.rank.observers.loss_terms import SAME_OUTPUTS, SAME_VALUES, scalar_of
-from plumbline.check.rank.observers.unused_losses import is_auxiliary, is_number, nodes_before
+from plumbline.check.rank.observers.unused_losses import is_auxiliary, is_number
+from plumbline.replay.uses import inputs_of, nodes_before
 
 
 @dataclass(eq=False)
@@ -259,7 +260,7 @@ def _inner(term: Term) -> list[Term] | None:
 def only_from(node: Any, scores: Collection[int]) -> bool:
     """Return whether a number depends on these scores, and on weights only through them."""
     is_reached = False
-    for one in nodes_before([node], lambda one: id(one) not in scores):
+    for one in nodes_before([node], lambda one: () if id(one) in scores else inputs_of(one)):
         if id(one) in scores:
             is_reached = True
         elif hasattr(one, "variable") or _has_labels(one):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, islice
 from operator import mul
 from typing import Any
 
@@ -18,6 +18,7 @@ from plumbline.check.rank.observers.unused_losses import is_auxiliary
 from plumbline.recording.patching import attempt
 from plumbline.recording.pause import is_paused
 from plumbline.replay.alias import CallOutputs
+from plumbline.replay.uses import inputs_of, nodes_before
 
 MOST_NODES = 256
 
@@ -373,18 +374,12 @@ def _is_masking(node: Any, name: str) -> bool:
 
 def hides_a_mask(node: Any) -> bool:
     """Return whether the forward before a node applies a mask with as many entries as the node or its inputs."""
-    sizes = {_leading(one)[-1] for one in (node, *(inner for inner, _ in node.next_functions)) if one is not None}
+    sizes = {_leading(one)[-1] for one in (node, *inputs_of(node)) if one is not None}
     sizes -= {1}
-    waiting, seen = [one for one, _ in node.next_functions], set[int]()
-    while waiting and len(seen) < MOST_NODES:
-        one = waiting.pop(0)
-        if one is None or id(one) in seen:
-            continue
-        seen.add(id(one))
+    for one in islice(nodes_before(inputs_of(node), nearest_first=True), MOST_NODES):
         masks = type(one).__name__ in ("MaskedFillBackward0", "WhereBackward0") or mask_of(one) is not None
         if masks and sizes & set(_leading(one)):
             return True
-        waiting.extend(inner for inner, _ in one.next_functions)
     return False
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -14,6 +14,7 @@ from plumbline.recording.observer import Observer
 from plumbline.recording.parameters import ParameterNames
 from plumbline.recording.patching import attempt
 from plumbline.replay.alias import CallOutputs
+from plumbline.replay.uses import inputs_of, nodes_before
 
 _WORDS = ("aux", "loss", "penalty")
 _MAIN = ("loss", "losses", "total_loss")
@@ -106,24 +107,12 @@ def _is_used(node: Any, reached: dict[int, Any]) -> bool:
 
 def _numbers(node: Any) -> Iterator[Any]:
     """Yield a node and those before it, as long as each makes a single number."""
-    return (one for one in nodes_before([node], is_number) if is_number(one))
+    return filter(is_number, nodes_before([node], lambda one: inputs_of(one) if is_number(one) else ()))
 
 
 def is_number(node: Any) -> bool:
     shapes = [tuple(one.shape) for one in getattr(node, "_input_metadata", ())]
     return len(shapes) == 1 and torch.Size(shapes[0]).numel() == 1
-
-
-def nodes_before(roots: Iterable[Any], enters: Callable[[Any], bool] = lambda node: True) -> Iterator[Any]:
-    """Yield the nodes of a graph from these on. The nodes before one follow only if ``enters`` holds for it."""
-    waiting, seen = list(roots), dict[int, Any]()  # keeps the nodes alive, so that their ids stay unique
-    while waiting:
-        one = waiting.pop()
-        if one is not None and id(one) not in seen:
-            seen[id(one)] = one
-            yield one
-            if enters(one):
-                waiting.extend(inner for inner, _ in one.next_functions)
 
 
 def _reached(nodes: Iterable[Any]) -> tuple[dict[int, Any], list[Any]]:
