@@ -20,6 +20,16 @@ of a gradient in bfloat16, and gradients of different samples may differ by less
 COARSE = 2.0**-12
 """Formats with at least this unit roundoff count as 16-bit formats: float16 has 2⁻¹¹."""
 
+LIMIT = 2.0**7
+"""Largest error of a right gradient, in multiples of the noise: the square root of 16,384, the number of terms of a
+sum. The rounding error of a sum grows with the square root of this number (Higham, Accuracy and Stability of Numerical
+Algorithms, 2.8), and ``Rounding`` models only one rounding for a whole operator."""
+
+LIMIT_16_BIT = 2.0**4
+"""The same in 16-bit formats, where operators sum in float32 and round only their results. The noise is estimated from
+the few numbers that ranks and passes add: four standard deviations, where the true deviation may be four times the
+estimate."""
+
 Family = tuple[str, tuple[int, ...], int]
 """A parameter's name, its shape, and the number of ranks that hold it together."""
 

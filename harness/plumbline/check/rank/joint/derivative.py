@@ -17,7 +17,16 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from plumbline.check.rank.joint.copies_and_parts import COARSE, Beginnings, Family, Group, Key, grouped
+from plumbline.check.rank.joint.copies_and_parts import (
+    COARSE,
+    LIMIT,
+    LIMIT_16_BIT,
+    Beginnings,
+    Family,
+    Group,
+    Key,
+    grouped,
+)
 from plumbline.check.rank.joint.forward import JointForward, RecordedCall, unit_of
 from plumbline.check.rank.joint.holders import note_holders
 from plumbline.check.rank.joint.meetings import Meetings, told
@@ -39,11 +48,6 @@ units of a piecewise linear layer change sides."""
 LONGER = 2.0**6
 """By how much more, or less, than usual the weights of one parameter are moved."""
 
-LIMIT = 2.0**7
-"""Largest error of a right gradient, in multiples of the noise: the square root of 16,384, the number of terms of a
-sum. The rounding error of a sum grows with the square root of this number (Higham, Accuracy and Stability of Numerical
-Algorithms, 2.8), and ``Rounding`` models only one rounding for a whole operator."""
-
 MORE_KINKS = 2.0**8
 """By how much larger rounding errors are simulated to see what they do at kinks. At a unit of a piecewise linear layer
 that changes sides the gradient jumps. Few units do, so that often none does in a simulation where one did in training.
@@ -52,11 +56,6 @@ Their number is proportional to the rounding error, and the root mean square of 
 LIMIT_AT_KINKS = 4 * LIMIT**0.5
 """Largest error of a right gradient, in multiples of the noise at kinks: four standard deviations, where rounding
 errors may be ``LIMIT`` times larger than simulated."""
-
-LIMIT_16_BIT = 2.0**4
-"""The same in 16-bit formats, where operators sum in float32 and round only their results. The noise is estimated from
-the few numbers that ranks and passes add: four standard deviations, where the true deviation may be four times the
-estimate."""
 
 SUSPICIOUS = 4.0
 """The largest error, in multiples of the noise, that is expected in a 16-bit format: four standard deviations."""

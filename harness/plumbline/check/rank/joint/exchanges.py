@@ -13,6 +13,8 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from plumbline.check.rank.joint.copies_and_parts import LIMIT
+from plumbline.check.rank.joint.derivative import STEP
 from plumbline.check.rank.joint.meetings import Meetings
 from plumbline.check.rank.store_exchange import Exchange
 from plumbline.recording.backward_passes import in_backward
@@ -25,12 +27,6 @@ from plumbline.replay.nested import map_tensors, tensors_in
 from plumbline.replay.precision import ReplayPrecision, default_dtype
 from plumbline.replay.random_state import RandomState, drawn_from, normal
 from plumbline.replay.replay_modes import WideMode
-
-STEP = 1e-7
-"""Distance by which inputs are moved, relative to their size."""
-
-LIMIT = 2.0**7
-"""Largest error of a right derivative, in multiples of the noise, as in ``derivative``."""
 
 MOST = 16
 """The most calls compared at each step, and the most ranks whose inputs are moved one rank at a time."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plumbline.check.rank.joint.copies_and_parts import COARSE
+from plumbline.check.rank.joint.copies_and_parts import COARSE, LIMIT, LIMIT_16_BIT
 from plumbline.check.rank.joint.forward import RecordedCall
 from plumbline.evidence.rank_file import tensor_bytes
 from plumbline.recording.observer import Facts
@@ -19,13 +19,6 @@ from plumbline.replay.alias import CallOutputs
 from plumbline.replay.call import Activation, sample
 from plumbline.replay.random_state import normal
 from plumbline.replay.uses import COPIES
-
-LIMIT = 2.0**7
-"""Largest error of a right gradient, in multiples of the noise, as in ``derivative``."""
-
-LIMIT_16_BIT = 2.0**4
-"""The same in 16-bit formats, as in ``derivative``."""
-
 
 Sent = tuple[str, float, float]
 """A digest of activations, a projection of the gradient at them, and the sum of the projection's squared terms."""
