@@ -11,6 +11,7 @@ from plumbline.core.finding import Finding
 from plumbline.core.outcome import Outcome
 from plumbline.evidence import training_record
 from plumbline.evidence.training_record import StepOfRanks
+from plumbline.judge.causes.stage_pattern import ranks_in_words
 from plumbline.judge.findings import Information, failed, failed_with_hint
 
 FIRST_SEEN = "; first seen"
@@ -133,8 +134,4 @@ def aligned_forwards(training: RecordedTraining, observer: str) -> Iterator[tupl
 
 def name_ranks(ranks: Sequence[int], world_size: int) -> str:
     """Return ``all ranks``, ``rank 0``, ``ranks 0 and 1`` or ``ranks 0, 2 and 4``."""
-    if len(ranks) == world_size:
-        return "all ranks"
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+    return "all ranks" if len(ranks) == world_size else ranks_in_words(ranks)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from plumbline.core.cell import Cell
 from plumbline.core.invocation import command
+from plumbline.core.numbers import counted
 from plumbline.core.topology import Topology
 from plumbline.machine.hardware import gpu_rows
 from plumbline.machine.software import command_output
@@ -168,17 +169,17 @@ def devices() -> Iterator[ProbeResult]:
         name, present = available()
         if present:
             models = " + ".join(device_names(name) or ()) or "model not reported by torch"
-            yield ProbeResult(f"{_counted(present, f'{device_type(name).label} device')}: {models}")
+            yield ProbeResult(f"{counted(present, f'{device_type(name).label} device')}: {models}")
         elif not rows:
             yield ProbeResult("no CUDA device: runs use simulated devices (CPU processes over gloo)")
         elif torch.version.cuda:
             yield ProbeResult(
-                f"this machine has {_counted(len(rows), 'GPU')}, but torch sees none",
+                f"this machine has {counted(len(rows), 'GPU')}, but torch sees none",
                 "check CUDA_VISIBLE_DEVICES, the driver, and the container's access to GPUs",
             )
         else:
             yield ProbeResult(
-                f"this machine has {_counted(len(rows), 'GPU')}, but torch was built without CUDA",
+                f"this machine has {counted(len(rows), 'GPU')}, but torch was built without CUDA",
                 "install a CUDA build",
             )
         return
@@ -203,13 +204,13 @@ def links() -> Iterator[ProbeResult]:
         return
     kinds = link_kinds(command_output("nvidia-smi", "topo", "-m") or "")
     if kinds:
-        yield ProbeResult(", ".join(f"{kind} between {_counted(count, 'pair')}" for kind, count in kinds.items()))
+        yield ProbeResult(", ".join(f"{kind} between {counted(count, 'pair')}" for kind, count in kinds.items()))
     apart = [pair for pair in combinations(range(seen), 2) if not torch.cuda.can_device_access_peer(*pair)]
     if apart:
         shown = ", ".join(f"{first} and {second}" for first, second in apart[:4])
         shown += ", …" if len(apart) > 4 else ""
         yield ProbeResult(
-            f"no peer access between {_counted(len(apart), 'pair')} of devices ({shown})",
+            f"no peer access between {counted(len(apart), 'pair')} of devices ({shown})",
             "NCCL copies through the host between them: check NCCL_P2P_DISABLE, and ACS in the BIOS",
         )
     else:
@@ -224,7 +225,3 @@ def link_kinds(matrix: str) -> dict[str, int]:
     # The matrix is symmetric: count only the entries to the right of the diagonal.
     links_to_later = (row[index + 2 : len(gpus) + 1] for index, row in enumerate(gpus))
     return dict(Counter(kind for row in links_to_later for kind in row))
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
