@@ -218,18 +218,17 @@ def _begins(whole: RecordedTraining, resumed: RecordedTraining, interrupted: int
 def _weights(pair: Resumption, optimizer: int) -> Finding:
     """Return the finding about initial weights of the resumed training that match no step of the whole one."""
     firsts = [next(one for one in rank.steps if one.optimizer == optimizer) for rank in pair.resumed.ranks]
-    start = [step_at(pair, rank, 0, optimizer) for rank in range(len(firsts))]
-    last = [step_at(pair, rank, pair.interrupted, optimizer) for rank in range(len(firsts))]
-    fresh = [
-        rank
-        for rank, own in enumerate(firsts)
-        if (begun := start[rank]) is not None and same_weights(own, begun, with_shards=pair.same_ranks)
-    ]
-    loaded = [
-        rank
-        for rank, own in enumerate(firsts)
-        if (saved := last[rank]) is not None and same_weights(own, saved, with_shards=pair.same_ranks)
-    ]
+
+    def with_weights_after(taken: int) -> list[int]:
+        """Return the ranks that begin with the weights of the whole training after so many steps."""
+        return [
+            rank
+            for rank, own in enumerate(firsts)
+            if (whole := step_at(pair, rank, taken, optimizer)) is not None
+            and same_weights(own, whole, with_shards=pair.same_ranks)
+        ]
+
+    fresh, loaded = with_weights_after(0), with_weights_after(pair.interrupted)
     where = {"step": pair.interrupted, "family": "checkpoint"}
     if len(fresh) == len(firsts):
         return failed_with_hint(
@@ -243,7 +242,7 @@ def _weights(pair: Resumption, optimizer: int) -> Finding:
             "load the checkpoint on every rank, or broadcast the weights", cause="loaded-on-some-ranks",
             rank=others[0], **where,
         )  # fmt: skip
-    name, distance = _worst(firsts[0], last[0], with_shards=pair.same_ranks)
+    name, distance = _worst(firsts[0], step_at(pair, 0, pair.interrupted, optimizer), with_shards=pair.same_ranks)
     if name is None:
         return not_judged(
             CHECK,
