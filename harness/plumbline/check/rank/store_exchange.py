@@ -180,8 +180,7 @@ class SharedFolder:
             self.path = None
 
     def _agreed(self, own: str, rank: int) -> str:
-        c10d: Any = torch.distributed.distributed_c10d
-        store = c10d.PrefixStore("plumbline attach", c10d._get_default_store())
+        store = _store("plumbline attach")
         number = store.add(f"folders of rank {rank}", 1)
         found: str = store.compare_set(f"folder {number}", "", own).decode()
         if found != own and not os.path.isdir(found):

@@ -1,8 +1,6 @@
 """Compares the gradients that optimizers receive with the derivative of the joint forward, and finds wrong ones.
 
-S is the sum over ranks and backward passes of the inner products of the outputs of the ranks' recorded forwards with
-the gradients that arrived at these outputs. A received gradient is right if its product with a direction is the
-derivative of S along that direction.
+A received gradient is right if its product with a direction is the derivative of S (see ``forward``) along it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The derivative of the joint forward along directions through some parameters, and what was received for them.
 
-S is the sum over ranks and backward passes of the inner products of the outputs of the ranks' recorded forwards with
-the gradients that arrived at these outputs. Its directional derivative, divided by the number of losses unless
-gradients are sums, is compared with what was received.
+The directional derivative of S (see ``forward``), divided by the number of losses unless gradients are sums, is
+compared with what was received.
 """
 
 from __future__ import annotations
