@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -236,12 +237,11 @@ class StageOptimizer:
     def counted(self) -> list[bool]:
         return [slot.owned for slot in self.slots] + [False] * self.beacon
 
-    def whole_groups(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        whole, start = [], 0
-        for group, size in zip(groups, self.group_sizes, strict=True):
-            whole.append({**group, "params": list(range(start, start + size))})
-            start += size
-        return whole
+
+def renumbered(groups: Sequence[dict[str, Any]], sizes: Sequence[int]) -> list[dict[str, Any]]:
+    """Return parameter groups of these sizes as in a state dict, in which parameters are numbered from 0."""
+    numbers = count()
+    return [{**group, "params": list(islice(numbers, size))} for group, size in zip(groups, sizes, strict=True)]
 
 
 def keep_own(optimizer: Optimizer, names: dict[int, str], state: StageState, beacon: Beacon | None) -> StageOptimizer:
@@ -306,7 +306,7 @@ class StageState(TrainingState):
                 for key, value in self.module.state_dict(keep_vars=True).items()
             },
             "optimizers": [
-                {"state": whole, "param_groups": part.whole_groups(optimizer.state_dict()["param_groups"])}
+                {"state": whole, "param_groups": renumbered(optimizer.state_dict()["param_groups"], part.group_sizes)}
                 for whole, part, optimizer in zip(states, self.parts, self.optimizers, strict=True)
             ],
             "precision": {
@@ -318,10 +318,7 @@ class StageState(TrainingState):
     def load_tensors(self, checkpoint: dict[str, Any]) -> None:
         """Load this stage's part of the optimizers and the precision. The module's weights are already loaded."""
         for part, optimizer, saved in zip(self.parts, self.optimizers, checkpoint["optimizers"], strict=True):
-            groups, position = [], 0
-            for whole, own in zip(saved["param_groups"], optimizer.param_groups, strict=True):
-                groups.append({**whole, "params": list(range(position, position + len(own["params"])))})
-                position += len(own["params"])
+            groups = renumbered(saved["param_groups"], [len(own["params"]) for own in optimizer.param_groups])
             numbers = [slot.number for slot in part.slots]
             state = {at: saved["state"][number] for at, number in enumerate(numbers) if number in saved["state"]}
             optimizer.load_state_dict({"state": state, "param_groups": groups})
