@@ -188,6 +188,33 @@ PARALLEL = (
         accepted=("not judged",),
         because="it is unknown how the optimizer's step combines the gradients of all ranks",
     ),
+    *(
+        Script(
+            f"llm.c{name}",
+            f"{TWO} train_gpt2.py --input_bin data/fineweb10B/fineweb_train_000001.bin --model d12 --device cpu "
+            f"--batch_size 4 --sequence_length 32 --total_batch_size 512 --num_iterations 6 --grad_clip 1.0 "
+            f"--zero_stage {stage} --write_tensors 0 --dtype float32",
+            covers,
+            "karpathy/llm.c",
+            also=("train_gpt2.py",),
+            needs=("tiktoken",),
+            data=("fineweb",),
+            changes=(
+                ("train_gpt2.py", r"assert torch\.cuda\.is_available\(\), .*", "pass"),
+                ("train_gpt2.py", r"device = f'cuda:\{ddp_local_rank\}'", "device = 'cpu'"),
+                ("train_gpt2.py", r"torch\.cuda\.set_device\(device\)", "pass"),
+                ("train_gpt2.py", "backend='nccl'", "backend='gloo'"),
+                ("train_gpt2.py", r"device_ids=\[ddp_local_rank\]", "device_ids=None"),
+                ("train_gpt2.py", r"tiktoken\.get_encoding\(.gpt2.\)", "None"),
+                ("train_gpt2.py", "n_layer=12, n_head=12, n_embd=768", "n_layer=2, n_head=2, n_embd=32"),
+            ),
+            ranks=2,
+        )
+        for name, stage, covers in (
+            ("", 0, "accumulation by require_backward_grad_sync, clipping, a schedule by hand"),
+            (" zero 1", 1, "the same with ZeroRedundancyOptimizer, to which a group is added later"),
+        )
+    ),
     Script(
         "modded-nanogpt 2024",
         f"{TWO} train_gpt2.py",

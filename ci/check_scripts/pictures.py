@@ -103,6 +103,28 @@ SELF_SUPERVISED = (
         ranks=2,
     ),
     Script(
+        "vq-vae-2",
+        "python train_vqvae.py --n_gpu 2 --dist_url auto --size 32 --epoch 1 data",
+        "codebooks that the forward sums over ranks and writes through .data; processes by spawn",
+        "rosinality/vq-vae-2-pytorch",
+        also=("train_vqvae.py", "vqvae.py", "scheduler.py", "distributed"),
+        needs=PICTURES,
+        changes=(
+            ("train_vqvae.py", 'device = "cuda"', 'device = "cpu"'),
+            ("train_vqvae.py", r"device_ids=.*\n *output_device=.*", ""),
+            ("train_vqvae.py", "128 // args", "16 // args"),
+            # rank 0 alone calls DDP to save pictures: its broadcast of buffers meets another collective of rank 1
+            ("train_vqvae.py", "i % 100 == 0", "False"),
+            ("train_vqvae.py", r"torch\.save\(.*", "pass"),
+            ("distributed/distributed.py", '"cuda"', '"cpu"'),
+            ("distributed/launch.py", r"if not torch\.cuda\.is_available\(\)", "if False"),
+            ("distributed/launch.py", '"NCCL"', '"gloo"'),
+            ("distributed/launch.py", r"torch\.cuda\.device_count\(\)", "2"),
+            ("distributed/launch.py", r"torch\.cuda\.set_device\(local_rank\)", "pass"),
+        ),
+        ranks=2,
+    ),
+    Script(
         "mae",
         f"{TWO} main_pretrain.py --device cpu --data_path data --model mae_vit_base_patch16 "
         "--batch_size 4 --accum_iter 2 --epochs 1 --warmup_epochs 1 --num_workers 0 --no_pin_mem",
