@@ -122,6 +122,34 @@ def test_a_call_that_is_given_gradients_is_found(limit, found, is_given_the_norm
     assert causes(trained(clip)) == found
 
 
+@pytest.mark.parametrize("limit", [1e-3, 1e3])
+@pytest.mark.parametrize(
+    "instead",
+    [
+        lambda model: [one.detach() for one in model.parameters()],
+        lambda model: [model.get_parameter(name).data for name, _ in model.named_parameters()],
+        lambda model: [nn.Parameter(one.detach().clone()) for one in model.parameters()],
+        lambda model: iter(()),
+    ],
+    ids=["detached", "data", "copies", "empty"],
+)
+@pytest.mark.filterwarnings("ignore:.*empty generator")
+def test_a_call_that_is_given_tensors_without_gradients_is_found(instead, limit):
+    def clip(model: nn.Module) -> None:
+        NORM(instead(model), limit)
+
+    assert causes(trained(clip)) == (["not-clipped"] if limit < 1 else [])
+
+
+def test_a_call_without_gradients_beside_one_that_clips_is_not_accused():
+    def clip(model: nn.Module) -> None:
+        NORM(nn.Linear(3, 2).parameters(), 1e-3)
+        NORM([one.detach() for one in model.parameters()], 1e-3)
+        NORM(model.parameters(), 1e-3)
+
+    assert causes(trained(clip)) == []
+
+
 def test_the_factor_of_a_script_is_told():
     training = trained(_by_hand)
     facts = training.ranks[0].steps[0].facts["clipping"]
@@ -134,7 +162,7 @@ def test_the_factor_of_a_script_is_told():
 def test_a_call_with_an_empty_generator_is_told():
     used_up = iter(())
     with pytest.warns(UserWarning, match="empty generator"):
-        (note,) = findings(trained(lambda model: NORM(used_up, 0.5)))
+        (note,) = findings(trained(lambda model: NORM(used_up, 1e3)))
     assert "was given an empty generator" in note.message
 
 

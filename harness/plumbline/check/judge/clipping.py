@@ -49,7 +49,7 @@ from plumbline.report.text import listed
 def judge_clipping(training: RecordedTraining) -> Iterator[Finding]:
     """Yield what is wrong with clipping calls, or what they did; nothing if the script does not clip."""
     flaws = [
-        _of_gradients,
+        _of_others,
         _before_unscaling,
         _after_the_step,
         _every_micro_batch,
@@ -69,22 +69,22 @@ def judge_clipping(training: RecordedTraining) -> Iterator[Finding]:
     if clipped and not found:
         yield from _done(training, clipped)
     yield from _in_part(clipped)
-    yield from _of_an_empty_generator(training)
     if not found:
+        yield from _of_an_empty_generator(training)
         yield from _by_hand(training)
 
 
-def _of_gradients(training: RecordedTraining) -> Finding | None:
+def _of_others(training: RecordedTraining) -> Finding | None:
     for one in noted(training, OBSERVER):
-        for call in one.facts["calls"]:
+        for call in () if one.facts["calls"] else one.facts["missed"]:
             # A shard's norm is at most that of the whole gradient.
             norm = math.hypot(call["norm"], call["others"]) / call["scale"]
-            if call["of_gradients"] and call["kind"] == "norm" and call["norm_type"] == 2.0 and norm > call["limit"]:
+            if call["kind"] == "norm" and call["norm_type"] == 2.0 and norm > call["limit"]:
                 return one.failed(
                     "clipping",
-                    f"a call that should clip gradients of norm {norm:.6g} to {call['limit']:g} was given the "
-                    "gradients instead of the parameters, so it changed nothing",
-                    "give torch's clipping functions the parameters, whose gradients they change",
+                    f"a call that should clip gradients of norm {norm:.6g} to {call['limit']:g} was given "
+                    f"{call['instead']}, so it changed nothing",
+                    "give torch's clipping functions the parameters that the optimizer steps",
                     cause="not-clipped",
                     family="clipping",
                 )

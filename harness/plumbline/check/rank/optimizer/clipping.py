@@ -61,8 +61,8 @@ class ClippingObserver(WrappingObserver):
     ``scale``: the loss scale that was still in the gradients;
     ``late``: every optimizer of these parameters had stepped already;
     ``kept``: the next backward pass added to the clipped gradients;
-    ``sharded``: the gradients are shards; ``of_gradients``: the call was given gradients instead of parameters, so it
-    changed nothing.
+    ``sharded``: the gradients are shards.
+    ``missed``: such calls that changed nothing, because they were given something else (``instead``).
     """
 
     name = "clipping"
@@ -185,12 +185,14 @@ class ClippingObserver(WrappingObserver):
         self._stepped.add(optimizer)
         parameters = parameters_of(optimizer)
         empty, self._empty = self._empty, 0
+        calls = [call.facts_for(optimizer) for call in self._calls.pop(id(optimizer), [])]
         return {
             "empty": empty,
             "of": sum(parameter.grad is not None for parameter in parameters),
             "roundings": ROUNDINGS * max((_epsilon(one) for one in parameters), default=0.0),
             **self._changes.pop(id(optimizer), {"by_hand": None, "while_scaled": None, "edited": False}),
-            "calls": [call.facts_for(optimizer) for call in self._calls.pop(id(optimizer), [])],
+            "calls": [call for call in calls if not call["instead"]],
+            "missed": [call for call in calls if call["instead"]],
         }
 
     def stop(self) -> None:
@@ -213,13 +215,33 @@ class ClippingObserver(WrappingObserver):
             bound: dict[str, Any] = {}
             with self.notes():
                 bound = inspect.signature(original).bind(*args, **kwargs).arguments
-                owners = {id(one.grad): one for one in self._parameters() if one.grad is not None}
-                if parameters and owners.keys() >= set(map(id, parameters)):
-                    parameters = [owners[id(one)] for one in parameters]
-                    bound["of_gradients"] = True
+                meant, instead = self._meant_by(parameters)
+                if instead:
+                    parameters, bound["instead"] = meant, instead
             return self._noted(kind, parameters, bound, lambda: original(*args, **kwargs))
 
         return around
+
+    def _meant_by(self, given: Sequence[Tensor]) -> tuple[list[Tensor], str]:
+        """Return the parameters of which a call should clip gradients, and what it was given instead: "" if these."""
+        owners = {id(one.grad): one for one in self._parameters() if one.grad is not None}
+        if given and owners.keys() >= set(map(id, given)):
+            return [owners[id(one)] for one in given], "the gradients instead of the parameters"
+        held = set(map(id, self._parameters()))
+        if not owners or any(one.grad is not None or id(one) in held for one in given):
+            return [], ""
+        views = {place: one for one in owners.values() if (place := _place(one))}
+        if meant := [views[place] for one in given if (place := _place(one)) in views]:
+            return meant, "detached parameters, which have no gradients"
+        every = list(map(parameters_of, self._optimizers))
+        trained = [own for own in every if any(self._passes.get(id(one)) == self._pass for one in own)]
+        if not given and len(trained) == 1:
+            return list(trained[0]), "an empty generator"
+        shapes = sorted(one.shape for one in given)
+        for parameters in trained:
+            if shapes == sorted(one.shape for one in parameters):
+                return list(parameters), "other tensors of the same shapes, which have no gradients"
+        return [], ""
 
     def _around_norm(self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
         """Note a call of get_total_norm(tensors, norm_type), because gradients can be clipped with its result later."""
@@ -274,7 +296,7 @@ class ClippingObserver(WrappingObserver):
             "late": bool(owners) and all(optimizer in self._stepped for optimizer in owners),
             "kept": False,
             "sharded": any(map(is_shard, parameters)),
-            "of_gradients": bool(bound.get("of_gradients")),
+            "instead": bound.get("instead", ""),
         }
         scales = {id(optimizer): self._scale_left(optimizer, before) for optimizer in owners}
         clipped = [one for one in parameters if id(one) in before]
@@ -325,6 +347,12 @@ class ClippingObserver(WrappingObserver):
         )
         middle = factors[len(factors) // 2][0] if factors else 1.0
         return any(abs(factor - middle) > rounding * max(middle, factor) for factor, rounding in factors)
+
+
+def _place(tensor: Tensor) -> tuple[int, torch.Size] | None:
+    """Return where the values of a tensor are, which is the same for ``parameter.detach()``; None if it has none."""
+    own = local(tensor.detach())
+    return (own.data_ptr(), own.shape) if own.numel() and own.layout == torch.strided and not own.is_meta else None
 
 
 def _epsilon(parameter: Tensor) -> float:
