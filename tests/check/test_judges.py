@@ -225,7 +225,7 @@ def test_what_is_data_parallel() -> None:
 def sampled(rank: int, **settings: Any) -> RecordedRank:
     """Return a rank that trained two whole epochs of a sampler with these settings."""
     one = {
-        "sampler": 0, "class": "DistributedSampler", "distributed": True, "own": True, "gradients": True,
+        "sampler": 0, "class": "DistributedSampler", "distributed": True, "torch": True, "gradients": True,
         "complete": True, "steps": 5, "head": "a", "count": 10, "epoch": 0, "seed": 0, "rank": rank,
         "num_replicas": 2, "shuffle": True, "length": 20, **settings,
     }  # fmt: skip
@@ -259,10 +259,44 @@ def test_two_epochs_of_one_order_are_accused() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"complete": False}, {"shuffle": False}, {"steps": 0}, {"gradients": False}, {"own": False}],
+    [{"complete": False}, {"shuffle": False}, {"steps": 0}, {"gradients": False}],
 )
 def test_a_pass_that_did_not_train_is_no_epoch(settings: Facts) -> None:
     assert bad(judge_rows_used(training(sampled(0, **settings), sampled(1, **settings)))) == []
+
+
+def test_a_sampler_that_may_not_shuffle_is_a_note() -> None:
+    made = sampled(0, distributed=False, torch=False)
+    for one in made.noted("loaders")["samplers"]:
+        del one["shuffle"]
+    (found,) = [one for one in judge_rows_used(training(made)) if isinstance(one, HeadlineNote)]
+    assert found.message.startswith("2 epochs have the same order (sampler.epoch is 0 in each of them). Call")
+
+
+def sharing(*samplers: Facts) -> RecordedTraining:
+    """Return a training in which two ranks share 28 rows, and use no row twice."""
+    made = []
+    for rank in range(2):
+        fetched = {"loader": 0, "pass": 0, "sampler": 0 if samplers else None, "batch": 1}
+        batches = [range(10 * step + 12 * rank, 10 * step + 12 * rank + 10) for step in range(4)]
+        passes = [{"batches": {"forwards": [forward(rows, fetched)]}} for rows in batches]
+        noted = sampled(rank, **samplers[rank]).noted("loaders") if samplers else {}
+        made.append(a_rank(rank, passes, process={"loaders": noted, "parallelism": WRAPPED}))
+    return training(*made)
+
+
+def test_parts_of_different_orders_are_a_note() -> None:
+    note, rows = judge_rows_used(sharing())
+    assert isinstance(note, HeadlineNote)
+    assert note.message.startswith("Several ranks used 28 rows of the recorded steps, and no rank used one twice.")
+    assert rows.message.startswith("several ranks used 28 rows in the same epoch")
+
+
+def test_shards_of_data_sets_that_differ_are_accused() -> None:
+    shards = {"complete": False}
+    assert bad(judge_rows_used(sharing(shards, shards))) == ["shards-overlap"]
+    unshuffled = {"shuffle": False}  # rows may come in pairs
+    assert bad(judge_rows_used(sharing(unshuffled, unshuffled))) == []
 
 
 def test_epochs_of_one_order_that_end_early_are_a_note() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset, dataloader
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler, TensorDataset, dataloader
 
 from plumbline.check.rank.observers.generators import GeneratorObserver
 from plumbline.check.rank.observers.loaders import HEAD, LoaderObserver
@@ -112,15 +112,34 @@ def test_a_pass_that_is_broken_off_is_not_complete(loaders: LoaderObserver) -> N
     assert not noted["complete"]
 
 
-def test_a_sampler_with_an_order_of_its_own_is_told_apart(loaders: LoaderObserver) -> None:
+def test_samplers_with_an_order_of_their_own_are_followed(loaders: LoaderObserver) -> None:
     class Backwards(DistributedSampler[Any]):
         def __iter__(self) -> Iterator[Any]:
             return iter(list(super().__iter__())[::-1])
 
+    class Buckets(Sampler[list[int]]):
+        epoch = 0
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __iter__(self) -> Iterator[list[int]]:
+            return iter([[3, 1], [2, 0]])
+
     data = TensorDataset(torch.arange(20.0))
-    list(DataLoader(data, 5, sampler=Backwards(data, num_replicas=1, rank=0)))
-    list(DataLoader(data, 5, sampler=DistributedSampler(data, num_replicas=1, rank=0)))
-    assert [one["own"] for one in (loaders.final_facts() or {})["samplers"]] == [False, True]
+    backwards = DataLoader(data, 5, sampler=Backwards(data, num_replicas=1, rank=0))
+    for loader in (backwards, DataLoader(data, 5, sampler=DistributedSampler(data, num_replicas=1, rank=0))):
+        list(loader)
+    for workers in (0, 1):
+        assert len(list(DataLoader(data, batch_sampler=Buckets(), num_workers=workers))) == 2
+    noted = [one for one in (loaders.final_facts() or {})["samplers"] if one["count"]]  # workers' loaders start twice
+    assert [(one["class"], one["distributed"], one["torch"], one["count"]) for one in noted] == [
+        ("Backwards", True, False, 20),
+        ("DistributedSampler", True, True, 20),
+        ("Buckets", False, False, 2),
+        ("Buckets", False, False, 2),
+    ]
+    assert noted[2]["head"] == noted[3]["head"]
 
 
 def test_steps_in_a_pass_are_counted(loaders: LoaderObserver) -> None:

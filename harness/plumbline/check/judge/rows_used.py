@@ -32,6 +32,9 @@ CHECK = "samples"
 CHANCE = math.log(1e-8)
 """Logarithm of the probability below which equal rows are not taken for chance."""
 
+CHANCE_OF_NOTE = math.log(1e-2)
+"""The same for a note, which says what was seen, and is no failure."""
+
 ALIKE = 0.1
 """Relative distance of two ranks' gradients below which both used the same targets in the same way.
 
@@ -75,14 +78,17 @@ def _workers_alike(training: RecordedTraining) -> Finding | None:
 def _rows(training: RecordedTraining, layout: RankLayout) -> Iterator[Finding]:
     finding = None
     if layout.is_data_parallel:
-        finding = different_seeds(training) or _whole_data_everywhere(training)
+        finding = different_seeds(training) or _whole_data_everywhere(training) or _data_sets_differ(training)
     if finding is not None:
         yield finding
         return
     alike = [ranks for ranks in _ranks_with_the_same_rows(training) if len(ranks) > 1]
     if alike:
         yield _alike(training, layout, max(alike, key=len))
-    elif (rows := _rows_used(training, _undivided(training) if layout.is_data_parallel else 0)) is not None:
+        return
+    if layout.is_data_parallel and (note := _overlap(training)) is not None:
+        yield note
+    if (rows := _rows_used(training, _undivided(training) if layout.is_data_parallel else 0)) is not None:
         yield rows
 
 
@@ -233,6 +239,37 @@ def _whole_data_everywhere(training: RecordedTraining) -> Finding | None:
     return failed_by(CHECK, f"{observed} {counted(shared, 'row')} in the same epoch", NO_SAMPLER)
 
 
+def _data_sets_differ(training: RecordedTraining) -> Finding | None:
+    """Return the failure of samplers that divide one order of indices, although rows overlap: the data sets differ."""
+    known = _shuffled_shards(training).values()
+    if {one["rank"] for one in known} != set(range(training.world_size)):
+        return None
+    shared, chance = _shared_rows(training)
+    if chance > CHANCE:
+        return None
+    return failed_with_hint(
+        CHECK,
+        f"several ranks used {counted(shared, 'row')} in the same epoch, although their samplers divide one order: the "
+        "data sets of the ranks differ",
+        "split and shuffle the data set with the same seed on all ranks",
+        cause=SHARDS_OVERLAP.name,
+        family=SHARDS_OVERLAP.family,
+    )
+
+
+def _overlap(training: RecordedTraining) -> Finding | None:
+    """Return a note on rows that several ranks used, if they are hardly parts of one order."""
+    shared, chance = _shared_rows(training)
+    if chance > CHANCE_OF_NOTE:
+        return None
+    return headline_note(
+        CHECK,
+        f"Several ranks used {counted(shared, 'row')} of the recorded steps, and no rank used one twice. If ranks "
+        "should divide the data, shuffle and split it with the same seed on all ranks, and give each rank its own part "
+        "of this order.",
+    )
+
+
 def _shared_rows(training: RecordedTraining) -> tuple[int, float]:
     """Return how many rows several ranks used in one epoch, and the log of the chance that no rank got a row twice.
 
@@ -317,30 +354,31 @@ def training_samplers(rank: RecordedRank) -> set[int]:
 
 
 def sampler_passes(rank: RecordedRank) -> Iterator[Facts]:
-    """Yield the passes through samplers that a rank trained on, if the sampler is of torch's own class."""
+    """Yield the passes through samplers that a rank trained on, if their order is known."""
     numbers = training_samplers(rank)
     for one in rank.noted("loaders").get("samplers", ()):
-        if one["sampler"] in numbers and one["own"]:
+        if one["sampler"] in numbers:
             yield one
 
 
 def same_order_again(training: RecordedTraining) -> Finding | None:
-    """Return the failure of a DistributedSampler that shuffles but gives every epoch the same order.
+    """Return the failure of a sampler that shuffles, and has a ``set_epoch``, but gives every epoch the same order.
 
     Passes without an optimizer step do not count, because they only evaluate. If every pass ended early, as when a
-    script overfits a few batches, it is a note.
+    script overfits a few batches, or if it is not known whether the sampler shuffles, it is a note.
     """
     for rank in training.ranks:
         for passes in _in_one_order(rank):
+            shuffles = " although the sampler shuffles" if passes[0].get("shuffle") else ""
             observed = (
-                f"{len(passes)} epochs have the same order although the sampler shuffles (sampler.epoch is "
+                f"{len(passes)} epochs have the same order{shuffles} (sampler.epoch is "
                 f"{passes[0]['epoch']} in each of them)"
             )
-            if not any(one["complete"] for one in passes):
+            early = "" if any(one["complete"] for one in passes) else ", and each epoch ended early"
+            if early or not shuffles:
                 return headline_note(
                     CHECK,
-                    f"{observed}, and each epoch ended early. Call sampler.set_epoch(epoch) "
-                    "before each epoch unless this is intended.",
+                    f"{observed}{early}. Call sampler.set_epoch(epoch) before each epoch unless this is intended.",
                 )
             return failed_by(CHECK, observed, SET_EPOCH_NEVER_CALLED)
     return None
@@ -349,20 +387,17 @@ def same_order_again(training: RecordedTraining) -> Finding | None:
 def _in_one_order(rank: RecordedRank) -> Iterator[list[Facts]]:
     trained: dict[int, list[Facts]] = {}
     for one in sampler_passes(rank):
-        if one["distributed"] and one.get("shuffle") and one["gradients"] and one["steps"]:
+        if "epoch" in one and one.get("shuffle", True) and one["gradients"] and one["steps"]:
             trained.setdefault(one["sampler"], []).append(one)
     for passes in trained.values():
-        orders = {(one["epoch"], one["seed"], one["head"]) for one in passes}
+        orders = {(one["epoch"], one.get("seed"), one["head"]) for one in passes}
         if len(passes) > 1 and len(orders) == 1 and passes[0]["count"] >= LEAST:
             yield passes
 
 
 def different_seeds(training: RecordedTraining) -> Finding | None:
     """Return the failure of DistributedSamplers that take their shards from different orders."""
-    firsts = {rank.rank: next(sampler_passes(rank), None) for rank in training.ranks}
-    known = {rank: one for rank, one in firsts.items() if one is not None and one["distributed"] and one.get("shuffle")}
-    if len(known) < training.world_size:
-        return None
+    known = _shuffled_shards(training)
     for (left, one), (right, other) in combinations(known.items(), 2):
         alike = all(one[name] == other[name] for name in ("num_replicas", "length", "epoch"))
         shared = one["num_replicas"] == training.world_size and one["rank"] != other["rank"]
@@ -373,6 +408,13 @@ def different_seeds(training: RecordedTraining) -> Finding | None:
             )
             return failed_by(CHECK, observed, SHARDS_OVERLAP)
     return None
+
+
+def _shuffled_shards(training: RecordedTraining) -> dict[int, Facts]:
+    """Return the first pass of each rank if all come from torch's DistributedSampler, and shuffle."""
+    firsts = {rank.rank: next(sampler_passes(rank), None) for rank in training.ranks}
+    known = {rank: one for rank, one in firsts.items() if one is not None and one["distributed"] and one.get("shuffle")}
+    return known if len(known) == training.world_size and all(one["torch"] for one in known.values()) else {}
 
 
 def whole_data_on_every_rank(training: RecordedTraining) -> bool:

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, dataloader
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler, dataloader
 
 from plumbline.check.evidence.training import Facts
 from plumbline.check.rank.observers.document_layout import document_ends
@@ -130,7 +130,7 @@ class LoaderObserver(Observer):
         def head() -> Iterator[Any]:
             seen: list[int] = []
             for index in itertools.islice(order, HEAD):
-                seen.append(index if isinstance(index, int) else hash(index))
+                seen.append(index if isinstance(index, int) else attempt(_hash, index) or 0)
                 noted["head"], noted["count"] = digest(seen), len(seen)
                 yield index
 
@@ -141,6 +141,8 @@ class LoaderObserver(Observer):
         return itertools.chain(head(), order, _called(end))
 
     def _note_sampler(self, sampler: Any, original: Callable[..., Any]) -> Facts | None:
+        if getattr(type(sampler).__iter__, "__wrapped__", None) is not original:
+            return None  # a subclass makes another order of this one
         number = self._number("sampler", sampler)
         self._latest.pop(number, None)
         if len(self._samplers) >= PASSES:
@@ -149,8 +151,7 @@ class LoaderObserver(Observer):
             "sampler": number,
             "class": type(sampler).__name__,
             "distributed": isinstance(sampler, DistributedSampler),
-            # An order that a subclass makes of this one is not known.
-            "own": getattr(type(sampler).__iter__, "__wrapped__", None) is original,
+            "torch": original.__module__.startswith("torch."),
             "gradients": torch.is_grad_enabled(),
             "complete": False,
             "steps": 0,
@@ -168,9 +169,18 @@ class LoaderObserver(Observer):
         return noted
 
     def _around_loader(self, original: Callable[..., Any], loader: Any) -> Any:
+        attempt(self._follow_own_samplers, loader)
         iterator = original(loader)
         attempt(self._note_pass, loader, iterator)
         return iterator
+
+    def _follow_own_samplers(self, loader: Any) -> None:
+        """Wrap ``__iter__`` of the script's own samplers if their order depends on the epoch."""
+        for sampler in _samplers_of(loader):
+            kind = type(sampler)
+            known = isinstance(sampler, RandomSampler) or hasattr(kind.__iter__, "__wrapped__")
+            if not known and callable(getattr(sampler, "set_epoch", None)) and isinstance(sampler, Sampler):
+                wrap(kind, "__iter__", self._around_sampler)
 
     def _note_pass(self, loader: Any, iterator: Any) -> None:
         self._write_changes()  # of a pass that was broken off
@@ -229,15 +239,9 @@ class LoaderObserver(Observer):
 
     def _sampler_of(self, loader: Any) -> int | None:
         """Return the number of the innermost sampler that a loader draws from, if it is one of those followed."""
-        found, sampler = None, loader
-        for _ in range(8):
-            inner = getattr(sampler, "batch_sampler", None)
-            sampler = inner if inner is not None else getattr(sampler, "sampler", None)
-            if sampler is None:
-                break
-            if isinstance(sampler, (DistributedSampler, RandomSampler)):
-                found = self._number("sampler", sampler)
-        return found
+        followed = (one for one in _samplers_of(loader) if hasattr(type(one).__iter__, "__wrapped__"))
+        innermost = next(reversed(list(followed)), None)
+        return None if innermost is None else self._number("sampler", innermost)
 
     def _number(self, kind: str, thing: Any) -> int:
         known = self._numbers.setdefault(kind, WeakKeyDictionary())
@@ -249,6 +253,21 @@ class LoaderObserver(Observer):
         """Return how often the watched parameter was written to: every optimizer step writes to it."""
         parameter = self._watched() if self._watched is not None else None
         return None if parameter is None else int(parameter._version)
+
+
+def _samplers_of(loader: Any) -> Iterator[Any]:
+    """Yield the samplers of a loader, from the outermost, such as a batch sampler, to the innermost."""
+    sampler = loader
+    for _ in range(8):
+        inner = getattr(sampler, "batch_sampler", None)
+        sampler = inner if inner is not None else getattr(sampler, "sampler", None)
+        if sampler is None:
+            return
+        yield sampler
+
+
+def _hash(index: Any) -> int:
+    return hash(tuple(index) if isinstance(index, list) else index)
 
 
 def _print(tensor: Tensor) -> str:
