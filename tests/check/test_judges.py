@@ -350,6 +350,23 @@ def test_means_that_are_multiplied_by_the_number_of_ranks_are_told() -> None:
     assert "multiplied by the number of ranks, and the 3 micro-batches are added up" in note.message
 
 
+@pytest.mark.parametrize(("times", "terms"), [(1, (10, 30)), (2, (10, 30)), (1, (20, 20))])
+@pytest.mark.parametrize("several", [False, True])
+def test_losses_that_are_divided_by_the_terms_of_all_ranks_and_averaged_are_told(
+    times: int, terms: tuple[int, int], several: bool
+) -> None:
+    def rank(own: int) -> list[Facts]:
+        calls = [call(own, times * own / sum(terms), "sum"), {**call(own, 3.0, "mean"), "function": "l1_loss"}]
+        noted = {"objective": {"calls": calls if several else calls[:1], "alone": not several, "means": []}}
+        return [{**noted, "batches": {"forwards": [forward([index])]}} for index in range(3)]
+
+    notes = judge_objective(training(*(a_rank(i, rank(own)) for i, own in enumerate(terms))))
+    told = [one.message for one in notes if isinstance(one, HeadlineNote)]
+    assert [one[:47] for one in told] == (
+        ["The weights of a loss on 2 ranks add up to 1, a"] if times == 1 and terms == (10, 30) else []
+    )
+
+
 def test_different_loss_functions_in_separate_passes_are_not_called_one() -> None:
     calls = [call(10, 1.0), {**call(10, 0.7), "function": "mse_loss"}]
     (told,) = judge_objective(of_calls(calls, calls))

@@ -104,9 +104,10 @@ def _judge_loss(training: RecordedTraining, ranks: Sequence[RecordedRank], of: s
         rank = ranks[0].rank if is_own else None
         is_a_term = bool(added or sometimes)
         yield information(CHECK, _optimised(_without_clipping(objectives), rank, of, is_a_term=is_a_term))
-    for note in (_short_windows(objectives), None if is_own or added else _counted_by_ranks(objectives)):
-        if note is not None:
-            yield note
+    notes = [_short_windows(objectives)]
+    if not is_own:
+        notes += [None if added else _counted_by_ranks(objectives), _averaged_again(ranks, objectives)]
+    yield from (note for note in notes if note is not None)
     if sometimes is not None:
         yield information(CHECK, sometimes)
     if added is not None:
@@ -366,6 +367,42 @@ def _counted_by_ranks(objectives: Sequence[StepObjective]) -> HeadlineNote | Non
         f"Each loss is a mean, multiplied by the number of ranks{added}: the gradient is {ranks * micro} × that of the "
         f"mean over all of them. If this is not intended, do not multiply means{divide}.",
     )
+
+
+def _averaged_again(ranks: Sequence[RecordedRank], objectives: Sequence[StepObjective]) -> HeadlineNote | None:
+    """Return a note if a loss is divided by the terms of all ranks, and its gradients are averaged over ranks as well.
+
+    At each step, its weights on all ranks then add up to 1, although they differ.
+    """
+    every = list(steps_together(ranks))
+    if not every or not all(abs(factor_of(steps) - 1) <= NEAR for steps in every):
+        return None
+    if len(objectives) == len(every):
+        weights = [[[sum(share.weight for share in own) for own in one.ranks]] for one in objectives]
+    else:
+        by_rank = [[_weights_of_calls(step) for step in steps] for steps in every]
+        if len({len(own) for steps in by_rank for own in steps}) > 1:
+            return None
+        weights = [list(map(list, zip(*steps, strict=True))) for steps in by_rank]
+    for steps in zip(*weights, strict=True):
+        sums_to_1 = all(equals(sum(own), 1.0) for own in steps)
+        if sums_to_1 and sum(max(own) - min(own) > NEAR for own in steps) > 1:
+            count = len(steps[0])
+            return headline_note(
+                CHECK,
+                f"The weights of a loss on {count} ranks add up to 1, as if it were divided by the number of terms of "
+                f"all ranks, but gradients are averaged over ranks, too: this is 1/{count} of the mean over all terms. "
+                f"If it is not intended, multiply the loss by {count}.",
+            )
+    return None
+
+
+def _weights_of_calls(step: RecordedStep) -> list[float]:
+    """Return the weight of each loss call, added up over a step's passes; nothing if these differ, or it is unknown."""
+    passes = [[(call["weight"], one.scale) for call in _noted(one).get("calls", ())] for one in loss_passes(step)]
+    if step.other_passes or len({*map(len, passes)}) != 1 or any(weight is None for own in passes for weight, _ in own):
+        return []
+    return [sum(weight / scale for weight, scale in own) for own in zip(*passes, strict=True)]
 
 
 def _are_alike(totals: Sequence[float]) -> bool:
