@@ -24,6 +24,7 @@ from plumbline.check.judge.forward_states import judge_buffers, judge_generator_
 from plumbline.check.judge.gradients import judge_gradients
 from plumbline.check.judge.noted import HeadlineNote
 from plumbline.check.judge.objective import judge_objective
+from plumbline.check.judge.optimized_parameters import judge_optimized_parameters
 from plumbline.check.judge.rank_weights import rank_layout
 from plumbline.check.judge.ranks_agree import judge_initial_weights, judge_ranks_agree
 from plumbline.check.judge.rows_used import judge_rows_used
@@ -308,6 +309,17 @@ def test_epochs_of_one_order_that_end_early_are_a_note() -> None:
 def test_seeds_that_differ_are_accused() -> None:
     ranks = sampled(0, complete=False), sampled(1, seed=1, complete=False)
     assert bad(judge_rows_used(training(*ranks))) == ["shards-overlap"]
+
+
+# Parameters
+
+
+@pytest.mark.parametrize(("name", "is_headline"), [("bias", True), ("head.bias", False)])
+def test_a_parameter_that_no_group_of_its_module_takes_is_a_note(name: str, is_headline: bool) -> None:
+    facts = dict.fromkeys(("later", "beside_frozen", "in_flat", "digest"), False) | {"gradient": True, "shapes": [[2]]}
+    (found,) = judge_optimized_parameters(training(a_rank(0, [{}], step={"unoptimized": {name: facts}}, world=1)))
+    assert f"is in no optimizer, so it never moves: {name}." in found.message
+    assert isinstance(found, HeadlineNote) == is_headline
 
 
 # Objective

@@ -53,9 +53,11 @@ def _never_moved(training: RecordedTraining) -> Finding | None:
                 f"{'is' if one else 'are'} in no optimizer, so {'it never moves' if one else 'they never move'}: "
                 f"{listed(names)}. Add {'it' if one else 'them'} to an optimizer unless this is intended"
             )
-            # If ranks divide the parameters among them, one that no rank takes is probably forgotten.
+            # One that no rank takes, if they divide the parameters, or no group of a module is probably forgotten.
+            modules = {parameter.name.rpartition(".")[0] for step in rank.steps for parameter in step.parameters}
             is_divided = any(step.is_divided for step in rank.steps)
-            return headline_note(CHECK, f"{told}.") if is_divided else information(CHECK, told)
+            is_forgotten = is_divided or not modules.isdisjoint(name.rpartition(".")[0] for name in names)
+            return headline_note(CHECK, f"{told}.") if is_forgotten else information(CHECK, told)
     return None
 
 
