@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -237,6 +237,22 @@ def test_a_pass_may_end_inside_of_a_forward() -> None:
     observer.forward_ends()
     observer.backward_begins(1, ())
     assert len((observer.backward_ends(1) or {})["forwards"]) == 1
+
+
+def test_dropout_in_evaluation_mode_is_noted_if_a_whole_module_that_is_trained_is_in_it() -> None:
+    def idle(*forwards: Callable[[nn.Sequential], Any]) -> list[str]:
+        observer = GeneratorObserver()
+        model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Dropout()), nn.Dropout(0.0), nn.Linear(2, 2))
+        for change in forwards:
+            change(model.train())
+            observer.forward_begins(model, (), {})
+        facts = observer.after_step(torch.optim.SGD(model.parameters(), 0.1), skipped=False)
+        return list((facts or {})["idle"])
+
+    assert idle(lambda model: model.eval()) == idle(lambda model: model[0].eval()) == ["0.1"]
+    assert idle(lambda model: model) == idle(lambda model: model[0][1].eval()) == []
+    assert idle(lambda model: model.eval(), lambda model: model) == []  # as in adversarial training
+    assert idle(lambda model: model[0].requires_grad_(False).eval()) == []
 
 
 def test_states_are_read_and_not_moved() -> None:

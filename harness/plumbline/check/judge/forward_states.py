@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from plumbline.check.evidence.training import Facts, RecordedTraining
-from plumbline.check.judge.noted import IF_INTENDED, aligned_forwards, failed_observers, forwards_of, information
+from plumbline.check.judge.noted import (
+    IF_INTENDED,
+    aligned_forwards,
+    failed_observers,
+    forwards_of,
+    headline_note,
+    information,
+)
 from plumbline.check.judge.rank_weights import rank_layout
 from plumbline.core.finding import Finding
 from plumbline.core.numbers import counted
 from plumbline.judge.checks.buffers import CHECK, not_broadcast
 from plumbline.judge.findings import failed_with_hint, passed
+from plumbline.report.text import listed
 
 
 def judge_buffers(training: RecordedTraining) -> Iterator[Finding]:
@@ -97,6 +105,15 @@ RNG = "rng"
 def judge_generator_states(training: RecordedTraining) -> Iterator[Finding]:
     """Yield what is known about the generators; equal ones are no failure, since many libraries seed ranks alike."""
     yield from failed_observers(training, "generators", RNG)
+    for rank in training.ranks[:1]:
+        idle = [name for step in rank.steps[-1:] for name in step.noted("generators").get("idle", ())]
+        if idle:
+            yield headline_note(
+                RNG,
+                f"A module is trained in evaluation mode, so {counted(len(idle), 'dropout module')} in it "
+                f"{'drops' if len(idle) == 1 else 'drop'} nothing: {listed(idle)}. If this is not intended, call "
+                "train() before the forward, and call eval() on no other module that shares these.",
+            )
     if len(training.ranks) < 2:
         return
     count, drawing, alike, between = 0, 0, 0, 0

@@ -6,7 +6,7 @@ import hashlib
 import pickle
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ class GeneratorObserver(Observer):
 
     A forward has a digest of each generator's state, and ``drew``: the generators that had moved on when it ended.
     ``between``: those that the script drew from since the previous forward, or since the last optimizer step if that
-    came later. Numbers that are drawn before a step may change gradients.
+    came later. Numbers that are drawn before a step may change gradients. ``idle`` of a step: the dropout modules that
+    were in evaluation mode in every forward so far, inside of a module in evaluation mode with parameters to train.
     """
 
     name = "generators"
@@ -33,8 +34,15 @@ class GeneratorObserver(Observer):
         self._forwards: list[Facts] = []
         self._open = False
         self._last: dict[str, str] = {}
+        self._idle: dict[nn.Module, str] = {}
+        self._active: set[nn.Module] = set()
 
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for name, one, is_idle in _dropouts(module):
+            if is_idle:
+                self._idle.setdefault(one, name)
+            else:
+                self._active.add(one)
         states = generator_states()
         self._close(states)
         self._forwards.append({"states": states, "drew": [], "between": moved_generators(self._last, states)})
@@ -57,11 +65,12 @@ class GeneratorObserver(Observer):
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
         """Forget what was drawn before the step."""
         self._last = generator_states()
-        return None
+        return {"idle": [name for one, name in self._idle.items() if one not in self._active]}
 
     def stop(self) -> None:
         """Forget the forwards that no backward pass followed."""
         self._forwards, self._open, self._last = [], False, {}
+        self._idle, self._active = {}, set()
 
     def _close(self, now: dict[str, str]) -> None:
         if self._open:
@@ -69,6 +78,18 @@ class GeneratorObserver(Observer):
             last["drew"] = moved_generators(last["states"], now)
             self._last = now
             self._open = False
+
+
+def _dropouts(module: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
+    """Yield each dropout module, its name, and whether a whole module that is trained was set to evaluation mode."""
+    modules = dict(module.named_modules())
+    for name, one in modules.items():
+        if isinstance(one, nn.modules.dropout._DropoutNd) and one.p > 0:
+            parts = name.split(".")
+            around = (modules[".".join(parts[:count])] for count in range(len(parts) + 1) if parts[:count] != [""])
+            outermost = next((each for each in around if not each.training), None)
+            is_idle = outermost is not None and any(each.requires_grad for each in outermost.parameters())
+            yield name, one, is_idle and not one.training
 
 
 def generator_states() -> dict[str, str]:
