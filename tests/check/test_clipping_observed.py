@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -122,6 +123,11 @@ def test_a_call_that_is_given_gradients_is_found(limit, found, is_given_the_norm
     assert causes(trained(clip)) == found
 
 
+def used_up(generator: Iterator[Any]) -> Iterator[Any]:
+    assert list(generator)
+    return generator
+
+
 @pytest.mark.parametrize("limit", [1e-3, 1e3])
 @pytest.mark.parametrize(
     "instead",
@@ -129,9 +135,9 @@ def test_a_call_that_is_given_gradients_is_found(limit, found, is_given_the_norm
         lambda model: [one.detach() for one in model.parameters()],
         lambda model: [model.get_parameter(name).data for name, _ in model.named_parameters()],
         lambda model: [nn.Parameter(one.detach().clone()) for one in model.parameters()],
-        lambda model: iter(()),
+        lambda model: used_up(model.parameters()),
     ],
-    ids=["detached", "data", "copies", "empty"],
+    ids=["detached", "data", "copies", "used up"],
 )
 @pytest.mark.filterwarnings("ignore:.*empty generator")
 def test_a_call_that_is_given_tensors_without_gradients_is_found(instead, limit):
@@ -160,9 +166,8 @@ def test_the_factor_of_a_script_is_told():
 
 
 def test_a_call_with_an_empty_generator_is_told():
-    used_up = iter(())
     with pytest.warns(UserWarning, match="empty generator"):
-        (note,) = findings(trained(lambda model: NORM(used_up, 1e3)))
+        (note,) = findings(trained(lambda model: NORM((one for one in model.parameters() if one.dim() > 2), 1e-3)))
     assert "was given an empty generator" in note.message
 
 

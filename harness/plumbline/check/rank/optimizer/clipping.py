@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from types import GeneratorType
 from typing import Any
 from weakref import WeakSet, ref
 
@@ -207,6 +208,8 @@ class ClippingObserver(WrappingObserver):
             if not self.attends or self._depth or torch.compiler.is_compiling():
                 return original(*args, **kwargs)
             given = args[0] if args else kwargs.get("parameters")
+            # A generator expression that yields nothing may be meant: all parameters may be frozen.
+            is_used_up = isinstance(given, GeneratorType) and given.gi_frame is None
             parameters = [given] if isinstance(given, Tensor) else list(given or ())
             if not isinstance(given, (Tensor, Sequence)):  # the iterator is used up now, and torch warns of empty ones
                 self._empty += self.recording and not parameters
@@ -215,7 +218,7 @@ class ClippingObserver(WrappingObserver):
             bound: dict[str, Any] = {}
             with self.notes():
                 bound = inspect.signature(original).bind(*args, **kwargs).arguments
-                meant, instead = self._meant_by(parameters)
+                meant, instead = self._meant_by(parameters) if parameters or is_used_up else ([], "")
                 if instead:
                     parameters, bound["instead"] = meant, instead
             return self._noted(kind, parameters, bound, lambda: original(*args, **kwargs))
@@ -236,7 +239,7 @@ class ClippingObserver(WrappingObserver):
         every = list(map(parameters_of, self._optimizers))
         trained = [own for own in every if any(self._passes.get(id(one)) == self._pass for one in own)]
         if not given and len(trained) == 1:
-            return list(trained[0]), "an empty generator"
+            return list(trained[0]), "a generator that was used up"
         shapes = sorted(one.shape for one in given)
         for parameters in trained:
             if shapes == sorted(one.shape for one in parameters):
