@@ -224,6 +224,24 @@ def test_a_script_that_fails_after_its_steps_is_judged_and_its_failure_is_said_f
     assert (code, written["script"]["exit_code"]) == (2, 5)
 
 
+SPAWNED = """
+import torch.multiprocessing
+
+
+def train(rank):
+    raise ValueError("no batches")
+
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(train)
+"""
+
+
+def test_the_error_of_a_spawned_process_is_said_without_its_traceback(check):
+    _, _, err, _ = check(SPAWNED)
+    assert "exit code 1 (ProcessRaisedException: ValueError: no batches)" in said(err)
+
+
 def test_a_forked_rank_that_takes_fewer_steps_leaves_its_last_evidence(check):
     _, _, err, _ = check(FORKED)
     assert said(err).startswith("RIGHT: 100 % of gradients and updates judged in 2 steps")

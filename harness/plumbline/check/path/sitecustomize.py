@@ -45,7 +45,10 @@ def _began() -> None:
 def _ends() -> None:
     if os.getpid() == _PROCESS:  # not in a forked process, which did not start here
         error = getattr(sys, "last_value", None)  # set if an exception was not caught
-        _note(ended=True, raised="" if error is None else f"{type(error).__name__}: {str(error)[:300]}")
+        told = str(error).strip()
+        if "Traceback (most recent call last)" in told:  # of the process that this one has started
+            told = told.splitlines()[-1]
+        _note(ended=True, raised="" if error is None else f"{type(error).__name__}: {told[:300]}")
 
 
 class _AfterTorch:
