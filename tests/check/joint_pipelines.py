@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -270,12 +271,15 @@ def _replicas() -> tuple[list[nn.Module], Step]:
     return [module], averaged
 
 
-def _freed() -> tuple[list[nn.Module], Step]:
-    """Two hand-written stages that free what they have sent, and call autograd's engine, like Megatron-LM."""
+def _freed(*, keeps_edge: bool = False) -> tuple[list[nn.Module], Step]:
+    """Two hand-written stages that free what they have sent, and call autograd's engine, like Megatron-LM.
+
+    With ``keeps_edge``, only the place in the graph is kept, as in torch's own schedules since torch 2.15.
+    """
     rank = dist.get_rank()
     stage = [Stage(), Stage(4)][rank]
 
-    def backward(values: Tensor, gradient: Tensor) -> None:
+    def backward(values: Any, gradient: Tensor) -> None:
         torch.autograd.Variable._execution_engine.run_backward(
             tensors=(values,), grad_tensors=(gradient,), keep_graph=False, create_graph=False, inputs=(),
             allow_unreachable=True, accumulate_grad=True,
@@ -287,7 +291,10 @@ def _freed() -> tuple[list[nn.Module], Step]:
                 values = stage(own)
                 dist.send(values.detach(), 1)
                 gradient = torch.empty(values.shape)
-                values.data = torch.empty(1)
+                if keeps_edge:
+                    values = get_gradient_edge(values)
+                else:
+                    values.data = torch.empty(1)
                 dist.recv(gradient, 1)
                 backward(values, gradient)
             else:
@@ -448,7 +455,7 @@ def run(scene: str, mistake: str = "") -> None:
         "communicating": _communicating, "in-parts": _in_parts, "replicas": _replicas, "alike": _alike, "tied": _tied,
         "equal": _equal, "accumulated": _accumulated,
         "summed": partial(_summed, "1F1B"), "clipped": partial(_of_two, "1F1B", functional.mse_loss),
-        "freed": _freed, "passing-on": _passing_on, "beside": _beside,
+        "freed": _freed, "kept-edge": partial(_freed, keeps_edge=True), "passing-on": _passing_on, "beside": _beside,
         **{kind: partial(_between_modules, kind) for kind in ("computed", "multiplied", "shared", "transposed")},
         "sent-in-float32": partial(_converted, torch.float32),
         "sent-in-bfloat16": partial(_converted, torch.bfloat16),

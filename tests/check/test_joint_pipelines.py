@@ -19,6 +19,7 @@ SCHEDULES = (
 WRONG = {
     ("communicating", "gradient-sent-doubled"): "some-tensors-scaled",
     ("freed", "gradient-sent-doubled"): "exchanged-otherwise",
+    ("kept-edge", "gradient-sent-doubled"): "exchanged-otherwise",
     ("passing-on", "gradient-sent-doubled"): "some-tensors-scaled",
     **dict.fromkeys(
         [(scene, "gradient-sent-doubled") for scene in ("beside", "computed", "multiplied", "shared")],
@@ -48,7 +49,8 @@ def checked(plumbline: Any, *scene: str, ranks: int = 0) -> CheckedTraining:
 
 
 BY_HAND = (
-    "in-parts", "replicas", "tied", "equal", "freed", "passing-on", "beside", "sent-in-float32", "sent-in-bfloat16",
+    "in-parts", "replicas", "tied", "equal", "freed", "kept-edge", "passing-on", "beside", "sent-in-float32",
+    "sent-in-bfloat16",
     "accumulated", "summed", "clipped", "computed", "multiplied", "shared", "transposed",
 )  # fmt: skip
 

@@ -11,6 +11,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from plumbline.recording.patching import replace
 from plumbline.recording.pause import is_paused
@@ -54,7 +55,7 @@ class BackwardPasses:
                 return grad(outputs, inputs, *args, **kwargs)
             inputs = tuple(inputs) if isinstance(inputs, Iterator) else inputs
             given, _, creates_graph = (*args, *_NO_ARGUMENTS[len(args) :])[:3]
-            roots = _roots((outputs, kwargs.get("grad_outputs", given)), {})
+            roots = roots_of((outputs, kwargs.get("grad_outputs", given)), {})
             creates_graph = kwargs.get("create_graph", creates_graph)
             if not (self._depth or creates_graph or self.is_apart) and self.trains(inputs):
                 self.is_by_grad = True
@@ -76,7 +77,7 @@ class BackwardPasses:
             replace(variable, "_execution_engine", _FollowedEngine(engine, self._followed))
 
     def _followed(self, backward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self.counted(*_roots(args, kwargs)):
+        with self.counted(*roots_of(args, kwargs)):
             return backward(*args, **kwargs)
 
     @property
@@ -139,18 +140,31 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def _roots(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
+class ReleasedRoot:
+    """The place in the graph of a root whose tensor is freed, as schedules of pipelines do after they have sent it."""
+
+    def __init__(self, edge: GradientEdge) -> None:
+        self.grad_fn, self.output_nr = edge.node, edge.output_nr
+
+    def numel(self) -> int:
+        """Return 0: no entry is left, so that the root is never taken for a loss."""
+        return 0
+
+
+def roots_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequence[Any], Sequence[Tensor | None]]:
     """Return the tensors at which a call of ``torch.autograd.backward`` begins, and the gradients given there."""
     tensors, gradients = (
         _as_list(args[place] if len(args) > place else kwargs.get(name))
         for place, name in enumerate(("tensors", "grad_tensors"))
     )
-    found = [pair for pair in zip_longest(tensors, gradients) if isinstance(pair[0], Tensor)]
-    return [root for root, _ in found], [given if isinstance(given, Tensor) else None for _, given in found]
+    found = [pair for pair in zip_longest(tensors, gradients) if isinstance(pair[0], (Tensor, GradientEdge))]
+    roots = [ReleasedRoot(root) if isinstance(root, GradientEdge) else root for root, _ in found]
+    return roots, [given if isinstance(given, Tensor) else None for _, given in found]
 
 
 def _as_list(given: Any) -> list[Any]:
-    return list(given) if isinstance(given, (tuple, list)) else [given]
+    is_list = isinstance(given, (tuple, list)) and not isinstance(given, GradientEdge)
+    return list(given) if is_list else [given]
 
 
 def is_number(root: Tensor) -> bool:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from plumbline.recording.backward_passes import roots_of
 from plumbline.recording.patching import attempt, wrap
 from plumbline.recording.pause import rehearsal
 
@@ -73,9 +73,7 @@ class Pipelines:
     ) -> Any:
         if self.counted is None:
             return original(outputs, gradients, *args, **kwargs)
-        given = gradients or [None] * len(outputs)
-        found = [pair for pair in zip(outputs, given, strict=True) if isinstance(pair[0], torch.Tensor)]
-        with self.counted([root for root, _ in found], [one for _, one in found]):
+        with self.counted(*roots_of((outputs, gradients), {})):
             return original(outputs, gradients, *args, **kwargs)
 
 

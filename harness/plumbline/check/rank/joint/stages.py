@@ -13,6 +13,7 @@ from torch import Tensor
 from plumbline.check.rank.joint.copies_and_parts import COARSE, LIMIT, LIMIT_16_BIT
 from plumbline.check.rank.joint.forward import RecordedCall
 from plumbline.evidence.rank_file import tensor_bytes
+from plumbline.recording.backward_passes import ReleasedRoot
 from plumbline.recording.observer import Facts
 from plumbline.recording.sharding import local
 from plumbline.replay.alias import CallOutputs
@@ -27,12 +28,15 @@ _OUTPUTS: Any = CallOutputs._backward_cls
 """The node of a tracked call's outputs."""
 
 
-def sent_for(root: Tensor, gradient: Tensor) -> Sent:
+def sent_for(root: Any, gradient: Tensor) -> Sent | None:
     """Return what the script gives as the gradient of activations, at which a backward pass begins.
 
-    Scripts free the outputs of modules after they have sent them, so their recorded values count.
+    Scripts free the outputs of modules after they have sent them, so their recorded values count. None if the values
+    are freed, and were not recorded.
     """
     node: Any = root.grad_fn
+    if isinstance(root, ReleasedRoot) and not isinstance(node, _OUTPUTS):
+        return None
     values = node.call.outputs[root.output_nr] if isinstance(node, _OUTPUTS) else sample(root)
     return _digest(values), *_projected(gradient)
 
