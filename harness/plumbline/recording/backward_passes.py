@@ -169,8 +169,9 @@ def _as_list(given: Any) -> list[Any]:
 
 def is_number(root: Tensor) -> bool:
     """Return whether a tensor was computed as a single number, and not only replaced by one to free its memory."""
-    known = getattr(root.grad_fn, "_input_metadata", ())
-    return root.numel() == 1 and (not known or math.prod(known[root.output_nr].shape) == 1)
+    sizes = [math.prod(one.shape) for one in getattr(root.grad_fn, "_input_metadata", ())]
+    sizes = sizes or getattr(root.grad_fn, "sizes_of_outputs", [])  # for torch 2.4, whose nodes have no shapes
+    return root.numel() == 1 and (not sizes or sizes[root.output_nr] == 1)
 
 
 class PassGradients:

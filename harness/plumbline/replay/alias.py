@@ -17,7 +17,8 @@ class CallOutputs(torch.autograd.Function):
     """The autograd node between the outputs of a tracked call and everything that is computed from them.
 
     Its outputs share their memory with its inputs, but are not views for autograd, so the script can write to them.
-    ``node.call`` is the call, ``node.arguments`` are the nodes that computed its arguments.
+    ``node.call`` is the call, ``node.arguments`` are the nodes that computed its arguments, ``node.sizes_of_outputs``
+    the numbers of the outputs' entries.
     """
 
     @staticmethod
@@ -25,6 +26,7 @@ class CallOutputs(torch.autograd.Function):
         """Return new tensors that share the memory of the outputs."""
         ctx.set_materialize_grads(False)
         ctx.call, ctx.arguments, ctx.receive = call, arguments, receive
+        ctx.sizes_of_outputs = [one.numel() for one in outputs]
         return tuple(one.detach() for one in outputs)
 
     @staticmethod

@@ -61,7 +61,7 @@ def sent_as_product(root: Tensor) -> Sent | None:
     factor = getattr(node, name)
     while type(output).__name__ in COPIES:
         output, number = output.next_functions[0]
-    if not isinstance(output, _OUTPUTS) or factor.numel() != math.prod(output._input_metadata[number].shape):
+    if not isinstance(output, _OUTPUTS) or factor.numel() != output.sizes_of_outputs[number]:
         return None
     return _digest(output.call.outputs[number]), *_projected(factor)
 
