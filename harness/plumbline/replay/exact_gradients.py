@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 from weakref import WeakKeyDictionary
@@ -196,10 +196,10 @@ class _Step:
 
     def _exactly(self, call: TrackedCall) -> Replayed:
         if call.module not in self._drawn:
-            try:
+            # Outside of the handler, which keeps the checkpoints that the error has left open.
+            with suppress(UnknownDrawError):
                 return self._added(call, self._truth, None)
-            except UnknownDrawError:
-                self._drawn[call.module] = self._in_native(call).drawn
+            self._drawn[call.module] = self._in_native(call).drawn
         try:
             return self._added(call, self._truth, self._drawn[call.module])
         except UnknownDrawError:
