@@ -228,6 +228,10 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("train", "said"), MISTAKES.values(), ids=MISTAKES.keys())
+@pytest.mark.skipif(
+    not hasattr(torch.ones(1, requires_grad=True).sum().grad_fn, "_input_metadata"),
+    reason="the nodes of this torch do not tell which of them compute a number",
+)
 def test_a_mistake_with_experts_is_told(notes, train, said):
     found = notes(train)
     assert any(said in one for one in found), found

@@ -86,9 +86,7 @@ class BalancingLosses:
         shared = {place for one in main for place, _ in one.constants}
         for one in balancing:
             self._add(_Balancing(one, [constant for place, constant in one.constants if place not in shared]))
-        reached = []
         for node, function in attached_numbers([one.node for one in main]):
-            reached.append(node)
             for one in terms_of(node):
                 if one.node is not None and only_from(one.node, scores):
                     self._add(_Balancing(one, [constant for _, constant in one.constants], function))
@@ -96,11 +94,12 @@ class BalancingLosses:
         self._others = {
             "main": [[one.factor, _is_mean(one.node)] for one in main],
             "constant": sorted(_without_graph(roots)) if any(one.node is None for one in terms) else [],
-            "dropped": self._dropped(scores, reached),
+            "dropped": self._dropped(scores, [one.node for one in main]),
         }
 
-    def _dropped(self, scores: Mapping[int, Any], reached: Sequence[Any]) -> list[str]:
-        unused = [(name, one) for name, one in self._attached if not any(one is other for other in reached)]
+    def _dropped(self, scores: Mapping[int, Any], roots: Sequence[Any]) -> list[str]:
+        used = {id(inner) for inner, _ in _given_to_scripts(roots)}
+        unused = [(name, one) for name, one in self._attached if id(one) not in used]
         unused = [(name, one) for name, one in unused if only_from(one, scores)]
         if not unused:
             return []
@@ -284,9 +283,13 @@ def attached_numbers(roots: Collection[Any]) -> Iterator[tuple[Any, str]]:
     Such a function returns a tensor as it is, and gives the number a gradient in the backward pass: the number is a
     term of the loss that appears in no sum.
     """
+    return ((inner, name) for inner, name in _given_to_scripts(roots) if is_number(inner))
+
+
+def _given_to_scripts(roots: Collection[Any]) -> Iterator[tuple[Any, str]]:
     for one in nodes_before(roots):
         if is_scripts(one) and not is_number(one):
-            yield from ((inner, type(one).__name__) for inner, _ in one.next_functions if is_number(inner))
+            yield from ((inner, type(one).__name__) for inner, _ in one.next_functions)
 
 
 def is_scripts(node: Any) -> bool:
