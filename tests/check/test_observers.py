@@ -286,7 +286,7 @@ def test_a_projection_is_as_far_as_the_weights(size: int, dtype: torch.dtype) ->
         torch.ones(3, dtype=torch.complex64),
         torch.ones(4, 4).t(),
         torch.randint(9, (5000,)),
-        torch.ones(4, dtype=torch.float8_e4m3fn),
+        torch.ones(4).to(torch.float8_e4m3fn),
     ],
 )
 def test_tensors_of_every_kind_have_a_digest(tensor: torch.Tensor) -> None:
