@@ -8,7 +8,8 @@
 ``--no-deps`` beside torch, ``plumbline check`` must say RIGHT about a right script, WRONG about the same script with a
 mistake, and RIGHT about every gradient of tensor parallelism by DTensor, which older releases of torch keep elsewhere.
 Then, without ``--python``, pip installs what the wheel requires, and the suites must find the reference trainer right
-on two devices.
+on two devices. With the newest torch, ``plumbline check`` must also say RIGHT about FSDP2 and a pipeline, because it
+follows torch's own code there; torch's pipelines need NumPy.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "ci" / "check_scripts" / "scripts"
 MISTAKE, NAMED = "inner module called", "not synchronised"
 """The mistake in the script of DistributedDataParallel, and the words for it in the headline of ``plumbline check``."""
+
+OF_TODAY = ("fsdp2.py", "pipeline_stages.py")
+"""Right scripts that not every supported release of torch can run."""
 
 SUITE = ("run", "--gpus", "2", "--accelerator", "cpu", "--workloads", "mlp", "--precisions", "32", "-m", "smoke", "-q")
 
@@ -74,20 +78,33 @@ def environment(folder: Path, torch: str, python: str | None = None) -> Path:
 
 def check(plumbline: str | Path, python: str | Path, folder: Path) -> None:
     """Check a right script, the same script with a mistake, and tensor parallelism, on two ranks of ``python``."""
-    right, tensor_parallel = (
-        (SCRIPTS / name).read_text(encoding="utf-8") for name in (FILES[DDP], "tensor_parallel.py")
-    )
+    right, tensor_parallel = map(script, (FILES[DDP], "tensor_parallel.py"))
     wrong = changed(right, next(one for one in MISTAKES if one.name == MISTAKE).changes[DDP])
+    expect((plumbline, python, folder), right, 0, "RIGHT:")
+    expect((plumbline, python, folder), wrong, 1, "WRONG:", NAMED)
+    expect((plumbline, python, folder), tensor_parallel, 0, "RIGHT: 100 %")
+
+
+def script(name: str) -> str:
+    """Return the text of a script of the corpus."""
+    return (SCRIPTS / name).read_text(encoding="utf-8")
+
+
+def expect(place: tuple[str | Path, str | Path, Path], text: str, code: int, *words: str) -> None:
+    """Check a script with the command and the interpreter of ``place``, in its folder.
+
+    Raises:
+        TryError: the exit code is another one, or the headline does not have all the words.
+    """
+    plumbline, python, folder = place
     ranks = [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
-    expected = ((right, 0, ("RIGHT:",)), (wrong, 1, ("WRONG:", NAMED)), (tensor_parallel, 0, ("RIGHT: 100 %",)))
-    for text, code, words in expected:
-        (folder / "train.py").write_text(text, encoding="utf-8")
-        said = run([plumbline, "check", "--stop", "--", *ranks], folder, code=code)
-        found = re.search(rf"^{words[0]}.*(\n.*)?", said, re.MULTILINE)  # a headline may have two lines
-        headline = found[0] if found else ""
-        if not all(word in headline for word in words):
-            raise TryError(f"plumbline check does not say {' … '.join(words)}:\n{said}")
-        print(headline, flush=True)
+    (folder / "train.py").write_text(text, encoding="utf-8")
+    said = run([plumbline, "check", "--stop", "--", *ranks], folder, code=code)
+    found = re.search(rf"^{words[0]}.*(\n.*)?", said, re.MULTILINE)  # a headline may have two lines
+    headline = found[0] if found else ""
+    if not all(word in headline for word in words):
+        raise TryError(f"plumbline check does not say {' … '.join(words)}:\n{said}")
+    print(headline, flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -113,6 +130,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if not options.python:
                 run([*install, wheel], folder)
                 print(run([ours / "plumbline", *SUITE], folder).splitlines()[-1])
+                for name in () if options.torch else OF_TODAY:
+                    expect((ours / "plumbline", ours / "python", folder), script(name), 0, "RIGHT: 100 %")
             print(f"In all: {version}, torch {options.torch or 'of today'}: passed")
         except TryError as error:
             print(error, file=sys.stderr)

@@ -79,6 +79,7 @@ def _programs(scripts: Sequence[str]) -> Iterator[Piece]:
     yield Piece("deepspeed", (python, "-m", "pytest", "tests/check/test_deepspeed.py", "-m", ""), needs=("deepspeed",))
     yield Piece("joint-campaign", (python, "ci/joint_campaign.py", "--minutes=10", "--least-named=0.9"))
     yield Piece("marked-tests", (python, "ci/bench_ranks.py"), needs=("expecttest",))
+    yield Piece("wheel", (python, "ci/try_wheel.py"), "the newest torch", needs=("hatchling",))
     for torch in OLD_TORCH:
         yield Piece("wheel", (python, "ci/try_wheel.py", "--torch", torch), f"torch {torch}", needs=("hatchling",))
     yield Piece("accelerator", ("ci/accelerator",), cannot=3)
