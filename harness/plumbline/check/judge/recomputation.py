@@ -165,27 +165,29 @@ _OTHERS = {"python": "Python's random module", "numpy": "NumPy"}
 
 def _draws_elsewhere(case: RecomputationCase) -> Iterator[Match]:
     generators = case.facts["generators"]
-    if generators and _OTHERS.keys() >= set(generators):
+    if case.facts["different"] and generators and _OTHERS.keys() >= set(generators):
         yield Match(figures={"names": " and ".join(map(_OTHERS.__getitem__, generators))})
+
+
+def _draws_anew(case: RecomputationCase) -> Iterator[Match]:
+    remedy = "keep preserve_rng_state=True, the default of torch.utils.checkpoint"
+    if not case.facts["different"]:
+        remedy = "in backward(), restore the generator states of forward(), as torch.utils.checkpoint does"
+    elif case.facts["compiled"]:
+        remedy = "torch.compile(backend='eager') does not preserve the generators' states; use another backend"
+    if case.facts["generators"] or not case.facts["different"]:
+        yield Match(figures={"remedy": remedy})
 
 
 _REDRAWN = "masks-drawn-anew-in-the-backward"
 
 register(
     RecomputationCase,
-    Hypothesis(_REDRAWN, "rng", holds(lambda case: not case.facts["different"]),
-        _OTHER_NUMBERS,
-        "in backward(), restore the generator states of forward(), as torch.utils.checkpoint does", 190),
     Hypothesis(_REDRAWN, "rng", _draws_elsewhere,
         "drew different random numbers from {names} than the forward",
         "torch.utils.checkpoint preserves the states of torch's generators only; draw with torch, or outside the "
-        "checkpointed function", 180),
-    Hypothesis(_REDRAWN, "rng", holds(lambda case: case.facts["generators"] and case.facts["compiled"]),
-        _OTHER_NUMBERS,
-        "torch.compile(backend='eager') does not preserve the generators' states; use another backend", 170),
-    Hypothesis(_REDRAWN, "rng", holds(lambda case: case.facts["generators"]),
-        _OTHER_NUMBERS,
-        "keep preserve_rng_state=True, the default of torch.utils.checkpoint", 160),
+        "checkpointed function", 170),
+    Hypothesis(_REDRAWN, "rng", _draws_anew, _OTHER_NUMBERS, "{remedy}", 160),
     Hypothesis("recomputed-in-another-mode", "rng", holds(lambda case: case.facts["modes"]),
         "ran in a different mode (training or evaluation) than the forward",
         "call train() and eval() before the forward or after the backward pass, not in between", 150),
