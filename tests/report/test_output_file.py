@@ -65,7 +65,7 @@ def test_an_error_names_the_file_and_not_the_temporary_one(tmp_path: Path) -> No
         ("afile/x", r"\S*/afile is a file, not a folder: name a folder"),
         ("afile/deeper/x", r"\S*/afile is a file, not a folder: name a folder"),
         ("dangling", r"cannot create target in \S*/nowhere: No such file or directory"),
-        ("x" * 250, "File name too long"),
+        ("x" * 256, "File name too long"),
     ],
 )
 def test_a_file_that_cannot_be_written_is_refused_with_its_option(tmp_path: Path, name: str, sentence: str) -> None:
