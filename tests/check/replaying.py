@@ -36,7 +36,7 @@ class Recording:
 
     def exact(self, **options: Any) -> dict[int, ExactPass]:
         result = self.compute(**options)
-        assert not self.calls.unrecorded
+        assert not self.calls.unrecorded, set(self.calls.unrecorded.values())
         return result
 
     def total(self) -> tuple[dict[nn.Parameter, Tensor], dict[nn.Parameter, str]]:

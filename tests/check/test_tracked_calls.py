@@ -372,6 +372,22 @@ def test_each_call_uses_the_values_that_the_forward_before_it_left(kind: str, *,
     assert body.scale.tolist() == [16.0] * 4
 
 
+def test_a_sparse_buffer_is_recorded_in_each_call() -> None:
+    class OnGraph(Body):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("edges", torch.eye(4).to_sparse())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(torch.sparse.mm(self.edges, x))
+
+    body = OnGraph()
+    with recording() as recorded:
+        for _ in range(2):
+            recorded.backward(body(torch.randn(4, 4)).sum())
+        assert_exact(recorded, body)
+
+
 def test_a_call_that_cannot_be_recorded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*arguments: object) -> None:
         raise RuntimeError("no generators")

@@ -79,7 +79,8 @@ def nodes_before(
     roots: Iterable[Any], inputs: Callable[[Any], Iterable[Any]] = inputs_of, *, nearest_first: bool = False
 ) -> Iterator[Any]:
     """Yield the nodes of a graph from these on, each once; those before a node are what ``inputs`` returns for it."""
-    waiting, seen = deque(roots), dict[int, Any]()  # keeps the nodes alive, so that their ids stay unique
+    waiting = deque(roots)
+    seen: dict[int, Any] = {}  # keeps the nodes alive, so that their ids stay unique
     while waiting:
         node = waiting.popleft() if nearest_first else waiting.pop()
         if node is not None and id(node) not in seen:

@@ -82,14 +82,17 @@ class GeneratorObserver(Observer):
 
 def _dropouts(module: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
     """Yield each dropout module, its name, and whether a whole module that is trained was set to evaluation mode."""
-    modules = dict(module.named_modules())
-    for name, one in modules.items():
+    for name, one in module.named_modules():
         if isinstance(one, nn.modules.dropout._DropoutNd) and one.p > 0:
-            parts = name.split(".")
-            around = (modules[".".join(parts[:count])] for count in range(len(parts) + 1) if parts[:count] != [""])
-            outermost = next((each for each in around if not each.training), None)
-            is_idle = outermost is not None and any(each.requires_grad for each in outermost.parameters())
-            yield name, one, is_idle and not one.training
+            yield name, one, not one.training and _is_in_a_trained_one(module, name)
+
+
+def _is_in_a_trained_one(module: nn.Module, name: str) -> bool:
+    """Return whether the outermost module around this one that is in evaluation mode has parameters to train."""
+    parts = name.split(".") if name else []
+    around = (module.get_submodule(".".join(parts[:count])) for count in range(len(parts) + 1))
+    outermost = next(one for one in around if not one.training)
+    return any(one.requires_grad for one in outermost.parameters())
 
 
 def generator_states() -> dict[str, str]:
