@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from plumbline.worker.timing.devices import keep_freed_memory
+from plumbline.devices.freed_memory import keep_freed_memory
 
 WARM_UP = 4
 """Steps before the first turn: the first ones measure memory, and create optimizer state."""

@@ -35,7 +35,7 @@ def faults_of(times, *, keeping):
     """Return the page faults of a process that repeatedly takes and frees a few megabytes."""
     program = f"""
 import resource
-from plumbline.worker.timing.devices import keep_freed_memory
+from plumbline.devices.freed_memory import keep_freed_memory
 if {keeping}:
     keep_freed_memory()
 for _ in range({times}):
@@ -50,6 +50,22 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
 def test_what_a_step_frees_the_next_one_has_without_asking_for_it():
     step = (faults_of(30, keeping=True) - faults_of(10, keeping=True)) / 20
     assert step < 100, "a step's 12 MiB are 3 000 pages"
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library has another allocator")
+def test_kept_memory_can_be_returned():
+    program = """
+import psutil
+from plumbline.devices.freed_memory import keep_freed_memory, return_freed_memory
+keep_freed_memory()
+blocks = [b"x" * (16 << 20) for _ in range(8)]
+del blocks
+kept = psutil.Process().memory_info().rss
+return_freed_memory()
+print(kept - psutil.Process().memory_info().rss)
+"""
+    returned = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True).stdout
+    assert int(returned) > 100 * MIB
 
 
 def test_ranks_do_not_count_what_they_share(timed, torch_in_memory):

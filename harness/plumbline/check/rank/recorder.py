@@ -40,6 +40,7 @@ from plumbline.check.rank.own_errors import OwnErrors
 from plumbline.check.rank.parameter_sample import ParameterSample
 from plumbline.check.rank.training_passes import NameObserver, TrainingPasses
 from plumbline.check.rank.unclipped import UnclippedGradients
+from plumbline.devices.freed_memory import keep_freed_memory, return_freed_memory
 from plumbline.recording.grad_scaler import skips_in_its_kernel
 from plumbline.recording.observer import Observer, Observers
 from plumbline.recording.optimizer_steps import OptimizerSteps
@@ -234,6 +235,7 @@ class TrainingRecorder:
         if not self._recording and not self._ended:
             self._recording = True
             self._began = time.monotonic()
+            keep_freed_memory()
             self._passes.start()
             self._observers.tell(lambda one: one.start())
 
@@ -247,6 +249,7 @@ class TrainingRecorder:
             self._ended = True
             self._passes.stop()
             self._errors.keep(self._observers.stop)
+            return_freed_memory()
 
     def step_begins(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         self._makes_state = not self._passes.count and not has_closure and _steps_with_zeros(optimizer)

@@ -6,9 +6,7 @@ devices have finished. The host runs ahead of a GPU, so there a mark is an event
 
 from __future__ import annotations
 
-import ctypes
 import os
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -79,25 +77,6 @@ def clock_of(devices: Sequence[torch.device]) -> HostClock:
 
 
 _STATUS, _ROLLUP = Path("/proc/self/status"), Path("/proc/self/smaps_rollup")
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_NEVER, _MOST = 2**31 - 1, 2**25
-"""Limits for glibc's mallopt, in bytes: of free memory at the top of the heap before it is returned, and of blocks
-before they are mapped with mmap."""
-
-
-def keep_freed_memory() -> None:
-    """Make glibc keep freed memory for the next step instead of returning it to the system.
-
-    By default, that depends on what happens to be at the top of the heap. Of three loops that computed the same for
-    ``perf-resnet``, one had no page faults and the others had 250 to 500 per step, which took 7 to 15 % longer.
-    """
-    if sys.platform != "linux":
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_TRIM_THRESHOLD, _NEVER)
-        mallopt(_M_MMAP_THRESHOLD, _MOST)
 
 
 def memory_of(devices: Sequence[torch.device]) -> dict[str, int]:

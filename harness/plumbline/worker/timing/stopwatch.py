@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim.optimizer import Optimizer
 
+from plumbline.devices.freed_memory import keep_freed_memory
 from plumbline.evidence.timing import BACKWARD, FORWARD, WEIGHTS, Chunk, ChunkKind, RankTiming, Round
 from plumbline.evidence.trace import RankTrace
 from plumbline.worker.assignment import Assignment
 from plumbline.worker.recorder.recorder import StepHooks
 from plumbline.worker.timing.counted_step import ExecutedFlops, TensorBytes
-from plumbline.worker.timing.devices import begin_on_core, clock_of, keep_freed_memory, memory_of
+from plumbline.worker.timing.devices import begin_on_core, clock_of, memory_of
 from plumbline.worker.timing.profiler import Collectives, StepProfile
 from plumbline.worker.timing.round_barrier import REPORT, RoundBarrier
 from plumbline.workloads import PerformanceWorkload, find
