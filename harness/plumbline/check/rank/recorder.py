@@ -38,6 +38,7 @@ from plumbline.check.rank.optimizer_gradients import (
 )
 from plumbline.check.rank.own_errors import OwnErrors
 from plumbline.check.rank.parameter_sample import ParameterSample
+from plumbline.check.rank.tensor_digest import unchanged
 from plumbline.check.rank.training_passes import NameObserver, TrainingPasses
 from plumbline.check.rank.unclipped import UnclippedGradients
 from plumbline.devices.freed_memory import keep_freed_memory, return_freed_memory
@@ -302,7 +303,8 @@ class TrainingRecorder:
                 step = self._own(optimizer, number, own, others)
             else:
                 step = self._in_pieces(optimizer, number, layout, own, others)
-            self._observers.tell(lambda one: one.before_step(optimizer))
+            with unchanged():
+                self._observers.tell(lambda one: one.before_step(optimizer))
         unoptimized = self._optimizers.unoptimized(self._layouts.stepped, with_digests=self._world[1] > 1)
         hooks = {
             "gradient_hooks": sum(map(has_own_hooks, parameters)),
@@ -362,7 +364,7 @@ class TrainingRecorder:
         self._optimizers.end(optimizer)
         pending, self._pending = self._pending, None
         if self._recording and pending is not None:
-            with torch.no_grad(), paused():
+            with torch.no_grad(), paused(), unchanged():
                 facts = self._observers.tell(lambda one: one.after_step(optimizer, skipped=skipped))
             self._writer.write_step(*self._world, replace(pending, skipped=skipped, facts={**pending.facts, **facts}))
             self._optimizers.record(optimizer)

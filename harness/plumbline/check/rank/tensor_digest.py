@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from plumbline.evidence.projection import ROWS, fingerprint, fingerprints, row_weights, sketch
+from plumbline.evidence.projection import ROWS, fingerprints, project, row_weights
 from plumbline.evidence.rank_file import tensor_bytes
 from plumbline.recording.sharding import is_data_parallel_shard, is_shard, local
 
@@ -22,30 +24,48 @@ _DENSE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 def tensor_digest(tensor: Tensor) -> str | None:
     """Return a digest of a tensor's values, on whatever device; None where they cannot be read (meta, a shard)."""
-    values = readable_values(tensor)
-    if values is None:
-        return None
-    if values.dtype in _DENSE and values.numel() > SMALL:
-        return _hexadecimal(fingerprint(values))
-    return _hashed(values)
+    return tensor_digests([tensor])[0]
+
+
+def tensor_digests(tensors: Sequence[Tensor]) -> list[str | None]:
+    """Return the digest of each tensor. Together, they take far fewer operations than one by one."""
+    readable = [(one, readable_values(one)) for one in tensors]
+    large = [one for one, values in readable if values is not None and _is_large(values)]
+    prints = dict(zip(map(id, large), weights_prints(large), strict=True))
+    return [
+        f"{prints[id(one)] & (1 << 64) - 1:016x}" if id(one) in prints else None if values is None else _hashed(values)
+        for one, values in readable
+    ]
 
 
 def digest_and_projection(tensor: Tensor) -> tuple[str | None, list[float] | None]:
-    """Return a tensor's digest, and a projection of it to ``ROWS`` numbers, float64.
+    """Return a tensor's digest and its projection."""
+    return tensor_digest(tensor), projection(tensor)
 
-    The projection is linear, and the same for all tensors of one shape. It is None where there is no finite one.
+
+def projection(tensor: Tensor) -> list[float] | None:
+    """Return a projection of a tensor to ``ROWS`` numbers, float64. It is linear, and the same for all of one shape.
+
+    It is None where there is no finite one.
     """
     values = readable_values(tensor)
     if values is None or values.dtype not in _DENSE:
-        return tensor_digest(tensor), None
-    if values.numel() > SMALL:
-        made = sketch(values, _NUMBERS)
+        return None
+    if _is_large(values):
         # Columns have random signs of their own, so that their sum is a projection as well.
-        digest, projection = _hexadecimal(made.fingerprint), made.values.sum(0).view(ROWS, -1).sum(1)
+        made = project(values, _NUMBERS).sum(0).view(ROWS, -1).sum(1)
     else:
         flat = values.reshape(-1).to("cpu", torch.float64)
-        digest, projection = _hashed(values), row_weights(flat.device)[:, : flat.numel()] @ flat
-    return digest, projection.tolist() if bool(projection.isfinite().all()) else None
+        made = row_weights(flat.device)[:, : flat.numel()] @ flat
+    return made.tolist() if bool(made.isfinite().all()) else None
+
+
+def sampled(values: Tensor, most: int) -> Tensor:
+    """Return at most ``most`` entries of a tensor, evenly spaced; all of it where taking some would cost as much."""
+    if values.numel() <= most or not values.is_contiguous():
+        return values
+    stride = -(-values.numel() // most) | 1  # an odd one walks through all columns
+    return values.view(-1)[::stride]
 
 
 def readable_values(tensor: Tensor) -> Tensor | None:
@@ -58,6 +78,10 @@ def readable_values(tensor: Tensor) -> Tensor | None:
     return torch.view_as_real(values) if values.is_complex() else values
 
 
+def _is_large(values: Tensor) -> bool:
+    return values.dtype in _DENSE and values.numel() > SMALL
+
+
 def _hashed(values: Tensor) -> str:
     # + 0 turns -0.0 into 0.0, as for larger tensors: what is equal has equal bits.
     same = values + 0 if values.dtype in _DENSE else values
@@ -65,8 +89,24 @@ def _hashed(values: Tensor) -> str:
     return hashlib.blake2b(tensor_bytes(raw), digest_size=8).hexdigest()
 
 
-def _hexadecimal(number: int) -> str:
-    return f"{number & (1 << 64) - 1:016x}"
+class _Moment(threading.local):
+    """Fingerprints that this thread has computed while no tensor could change: by id, with the tensor itself."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, tuple[Tensor, int]] | None = None
+
+
+_MOMENT = _Moment()
+
+
+@contextmanager
+def unchanged() -> Iterator[None]:
+    """A context in which no tensor changes, so that the fingerprint of each is computed only once."""
+    before, _MOMENT.known = _MOMENT.known, {}
+    try:
+        yield
+    finally:
+        _MOMENT.known = before
 
 
 _UNREADABLE = RuntimeError, NotImplementedError, TypeError
@@ -74,10 +114,14 @@ _UNREADABLE = RuntimeError, NotImplementedError, TypeError
 
 def weights_prints(parameters: Sequence[Tensor]) -> list[int]:
     """Return the fingerprints of this rank's parts of parameters; 0 if the bits of one are not accessible."""
+    known = {} if _MOMENT.known is None else _MOMENT.known
+    new = [one for one in parameters if id(one) not in known]
     try:
-        return fingerprints(list(map(_bits, parameters)))
+        found = fingerprints(list(map(_bits, new)))
     except _UNREADABLE:
-        return list(map(_print, parameters))
+        found = list(map(_print, new))
+    known.update((id(one), (one, each)) for one, each in zip(new, found, strict=True))
+    return [known[id(one)][1] for one in parameters]
 
 
 def _print(parameter: Tensor) -> int:

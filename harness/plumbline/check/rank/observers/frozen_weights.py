@@ -14,7 +14,13 @@ from torch.optim.optimizer import Optimizer
 from plumbline.check.evidence.training import Facts
 from plumbline.check.rank.low_rank import factor_pairs
 from plumbline.check.rank.optimizer.optimizer_replay import groups_of, is_of_torch, stepping
-from plumbline.check.rank.tensor_digest import digest_and_projection, readable_values, tensor_digest, weights_prints
+from plumbline.check.rank.tensor_digest import (
+    digest_and_projection,
+    readable_values,
+    sampled,
+    tensor_digest,
+    weights_prints,
+)
 from plumbline.recording.observer import Observer
 from plumbline.recording.parameters import parameters_of
 from plumbline.recording.sharding import local
@@ -144,12 +150,8 @@ class FrozenWeightObserver(Observer):
 
 
 def _sampled(one: Tensor) -> str | None:
-    """Return a digest of some entries, of all where that costs no more."""
     values = readable_values(one)
-    if values is None or values.numel() <= SAMPLED or not values.is_contiguous():
-        return tensor_digest(one)
-    stride = values.numel() // SAMPLED | 1  # an odd one walks through all columns
-    return tensor_digest(values.view(-1)[::stride][:SAMPLED])
+    return None if values is None else tensor_digest(sampled(values, SAMPLED))
 
 
 def _multiple(vector: Tensor, of: Tensor, noise: float) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from plumbline.check.evidence.training import Facts
 from plumbline.check.rank.observers.parallelism import ParallelismObserver, active_wrapper, world_size
-from plumbline.check.rank.tensor_digest import digest_and_projection, readable_values, tensor_digest
+from plumbline.check.rank.tensor_digest import projection, readable_values, tensor_digest, tensor_digests
 from plumbline.recording.module_calls import running_modules
 from plumbline.recording.observer import Observer
 from plumbline.recording.parameters import parameters_of
@@ -102,16 +102,16 @@ class WeightObserver(Observer):
         if world_size() > 1:
             parameters = parameters_of(optimizer)
             gradients = [p.grad for p in parameters]
-            before = [self._digest_and_projection(p) for p in parameters]
+            before = tensor_digests(parameters)
             self._noted = {
                 "wrapped": self._wrapped(parameters),
                 "unreduced": self._unreduced(parameters),
                 "replicated": [is_replicated(p, world_size()) for p in parameters],
                 "copied": [g is not None and is_replicated(g, world_size()) for g in gradients],
                 "began": [self._began.get(id(p)) for p in parameters],
-                "before": [digest for digest, _ in before],
-                "projected_before": [projection for _, projection in before],
-                "gradients": [None if g is None else _gradient_digest(g) for g in gradients],
+                "before": before,
+                "projected_before": [self._projection(p, digest) for p, digest in zip(parameters, before, strict=True)],
+                "gradients": _gradient_digests(gradients),
             }
 
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
@@ -119,17 +119,16 @@ class WeightObserver(Observer):
             return None
         noted, self._noted = self._noted, {}
         parameters = parameters_of(optimizer)
-        made = [digest_and_projection(p) for p in parameters]
-        self._after |= {id(p): one for p, one in zip(parameters, made, strict=True)}
+        after, projections = tensor_digests(parameters), [projection(p) for p in parameters]
+        self._after |= {id(p): (digest, made) for p, digest, made in zip(parameters, after, projections, strict=True)}
         if parameters and not any(noted.get("wrapped", ())):
             self._alone, self._place = optimizer, min(range(len(parameters)), key=lambda one: parameters[one].numel())
-        after, projections = [digest for digest, _ in made], [projection for _, projection in made]
         return {**noted, "after": after, "projections": projections}
 
-    def _digest_and_projection(self, parameter: Tensor) -> tuple[str | None, list[float] | None]:
+    def _projection(self, parameter: Tensor, digest: str | None) -> list[float] | None:
         """Project only weights that have changed since the last step."""
-        digest, known = tensor_digest(parameter), self._after.get(id(parameter))
-        return known if known is not None and known[0] == digest else digest_and_projection(parameter)
+        known = self._after.get(id(parameter))
+        return known[1] if known is not None and known[0] == digest else projection(parameter)
 
     def stop(self) -> None:
         super().stop()
@@ -187,9 +186,16 @@ class WeightObserver(Observer):
         return [why.get(id(parameter), "") for parameter in parameters]
 
 
-def _gradient_digest(gradient: Tensor) -> str | None:
-    if gradient.layout is not torch.sparse_coo:
-        return tensor_digest(gradient)
+def _gradient_digests(gradients: Sequence[Tensor | None]) -> list[str | None]:
+    dense = [one for one in gradients if one is not None and one.layout is not torch.sparse_coo]
+    digests = iter(tensor_digests(dense))
+    return [
+        None if one is None else _sparse_digest(one) if one.layout is torch.sparse_coo else next(digests)
+        for one in gradients
+    ]
+
+
+def _sparse_digest(gradient: Tensor) -> str:
     made = gradient.coalesce()
     return f"{tensor_digest(made.indices())} {tensor_digest(made.values())}"
 
