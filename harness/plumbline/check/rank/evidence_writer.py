@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
 from functools import cached_property
 
 import torch
@@ -59,7 +58,7 @@ class EvidenceWriter:
             "world_size": world_size,
             "optimizer": step.optimizer,
             "number": step.number,
-            "parameters": [asdict(parameter) for parameter in step.parameters],
+            "parameters": [vars(parameter) for parameter in step.parameters],
             "passes": [_pass(f"pass {index}", one, tensors) for index, one in enumerate(step.passes)],
             "other_passes": [_pass(f"other {index}", one, tensors) for index, one in enumerate(step.other_passes)],
             "skipped": step.skipped,

@@ -23,6 +23,12 @@ from plumbline.recording.sharding import local
 _IMPLEMENTATIONS = ("fused", "foreach", "capturable")
 """Options that choose among implementations of the same step."""
 
+_OF_ITS_OWN = frozenset({"step", "state", "param_groups", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"})
+"""Attributes of an optimizer that a twin does not take over."""
+
+_CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+"""Types whose values no step can change."""
+
 _WIDER = {
     torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64,
     torch.complex64: torch.complex128,
@@ -113,7 +119,8 @@ def stepped_all(
     """
     attributes = attributes or (lambda name, value: value)
     twin = object.__new__(type(optimizer))
-    own_values = {key: _copied_attribute(value, exact) for key, value in vars(optimizer).items() if key != "step"}
+    inherited = ((key, value) for key, value in vars(optimizer).items() if key not in _OF_ITS_OWN)
+    own_values = {key: _copied_attribute(value, exact) for key, value in inherited}
     twin.__dict__.update({key: attributes(key, value) for key, value in own_values.items()})
     twin._optimizer_step_pre_hooks = OrderedDict()
     twin._optimizer_step_post_hooks = OrderedDict()
@@ -191,7 +198,9 @@ def _options(group: dict[str, Any], dtype: torch.dtype, exact: bool) -> dict[str
 
 def _own(value: Any) -> Any:
     """Return a copy that shares nothing that a step can change. Modules, process groups and meshes are shared."""
-    return value if is_of_ranks(value) or isinstance(value, torch.nn.Module) else copy.deepcopy(value)
+    if type(value) in _CONSTANTS or isinstance(value, torch.nn.Module) or is_of_ranks(value):
+        return value
+    return copy.deepcopy(value)
 
 
 def _copied_attribute(value: Any, exact: bool) -> Any:
@@ -251,6 +260,8 @@ def is_of_ranks(value: Any) -> bool:
 
 def is_plain(value: Any) -> bool:
     """Return whether a value consists only of numbers, strings, dtypes, devices, and functions without a closure."""
+    if type(value) in _CONSTANTS:
+        return True
     if isinstance(value, FunctionType):
         return value.__closure__ is None and is_plain(value.__defaults__)
     if isinstance(value, Tensor):
@@ -259,9 +270,7 @@ def is_plain(value: Any) -> bool:
         return all(is_plain(key) and is_plain(one) for key, one in value.items())
     if isinstance(value, (list, tuple, set, frozenset)):
         return all(map(is_plain, value))
-    return value is None or isinstance(
-        value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device, BuiltinFunctionType)
-    )
+    return isinstance(value, (*_CONSTANTS, BuiltinFunctionType))
 
 
 def map_state(value: Any, change: Callable[[Tensor], Tensor], other: Callable[[Any], Any] = lambda value: value) -> Any:
