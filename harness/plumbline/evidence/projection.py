@@ -1,4 +1,4 @@
-"""Linear sketches of tensors: a random projection, the norm, and a fingerprint of the bits.
+"""Random projections of tensors, and fingerprints of their bits.
 
 A tensor x of n entries is read as rows of C columns. P x has ROWS numbers per column: each is a sum over the rows,
 weighted with fixed numbers from an integer hash. So P x is the same on every device and in every version of torch; P (a
@@ -12,11 +12,9 @@ ranks.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -26,7 +24,7 @@ ROWS = 8
 """Numbers per column: an error in a column changes them."""
 
 NUMBERS = 512
-"""The default count of numbers in a sketch: they determine a norm to 6 %, and take 4 KiB."""
+"""The default count of numbers in a projection: they determine a norm to 6 %, and take 4 KiB."""
 
 CHUNK = 1024
 """Rows that share one matrix of weights. Chunks differ by a factor for each number."""
@@ -49,35 +47,11 @@ _BLOCK = 32
 """Chunks whose factors are computed together, and cached for later tensors."""
 
 
-@dataclass(frozen=True, eq=False)
-class Sketch:
-    """A linear sketch of one tensor: the projection of a difference is the difference of the projections.
-
-    ``values`` is the projection in float64 on the CPU; its norm is on average that of the tensor. It has one row, or
-    for a float64 tensor two rows to be added, of the leading and of the trailing bits. ``norm`` is the tensor's 2-norm,
-    which is not finite if an entry is not. ``fingerprint`` is a hash of the bits. Equal tensors of one shape and dtype
-    have the same fingerprint; different ones have the same with a probability of only 2⁻⁶⁴.
-    """
-
-    values: Tensor
-    norm: float
-    fingerprint: int
-
-
-def sketch(tensor: Tensor, numbers: int = NUMBERS) -> Sketch:
-    """Return the sketch of a dense tensor of floating-point numbers; it is computed where the tensor lies.
-
-    ``numbers`` is a power of two, from 8 to 2048.
-    """
-    reading = _Reading(tensor, numbers // ROWS)
-    for start in reading.starts:
-        reading.hash(start)
-        reading.square += torch.dot(wide := reading.project(start), wide)
-    return Sketch(reading.projection(), reading.norm(), reading.fingerprint())
-
-
 def fingerprint(tensor: Tensor) -> int:
-    """Return only the sketch's fingerprint, which is cheaper."""
+    """Return a hash of a tensor's bits. Equal tensors of one shape and dtype have the same one.
+
+    Different ones have the same with a probability of only 2⁻⁶⁴.
+    """
     return fingerprints([tensor])[0]
 
 
@@ -96,66 +70,29 @@ def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def project(tensor: Tensor, numbers: int = NUMBERS, *, split: bool = True) -> Tensor:
-    """Return only P x, as in a sketch, which is far cheaper.
+    """Return P x, float64 on the CPU: one row, or two rows to be added, of the leading and of the trailing bits.
 
     Args:
-        tensor: of any shape and strides.
-        numbers: as for a sketch.
+        tensor: of any shape and strides, with floating-point numbers. It is projected where it lies.
+        numbers: a power of two, from 8 to 2048.
         split: False leaves float64 numbers whole, so that there is one row. Sums over n entries then round as sums in
             float64 do: by about √n 2⁻⁵³ of the norm (Higham and Mary 2019), which is enough where float32 is the noise.
     """
-    reading = _Reading(tensor, numbers // ROWS, split=split)
-    for start in reading.starts:
-        reading.project(start)
-    return reading.projection()
-
-
-class _Reading:
-    """Reads a tensor, a group of entries at a time."""
-
-    def __init__(self, tensor: Tensor, columns: int, *, split: bool = True) -> None:
-        self.flat = tensor.detach().reshape(-1)
-        self.columns = columns
-        self.count = self.flat.numel()
-        device = self.flat.device
-        self.starts = range(0, self.count, max(1, min(_group(device), self.count)))
-        self.words: list[Tensor] = []
-        # All rows if one chunk is enough.
-        self.rows = max(1, min(CHUNK, -(-self.count // columns)))
-        self.split = split and self.flat.dtype == torch.float64
-        self.sums: list[Tensor] = []  # one, or two of the leading and of the trailing bits; none without entries
-        self.square: float | Tensor = 0.0
-
-    def hash(self, start: int) -> None:
-        """Read the bits of the group that begins at ``start``."""
-        self.words.append(_row_hashes([self.flat[start : start + self.starts.step]]))
-
-    def project(self, start: int) -> Tensor:
-        """Project the group that begins at ``start``; return its entries in float64, with zeros after them."""
-        part = self.flat[start : start + self.starts.step]
-        size, chunk = part.numel(), self.rows * self.columns
-        wide = _scratch("wide", _multiple(size, chunk), torch.float64, part.device)
-        if size < wide.numel():
-            wide[size:].zero_()
-        wide[:size].copy_(part)
-        factors = _chunk_factors(start // chunk, wide.numel() // chunk, self.columns, wide.device)
-        weights = row_weights(wide.device)[:, : self.rows]
-        halves = _halves(wide) if self.split else (wide,)
-        made = [torch.matmul(weights, one.view(-1, self.rows, self.columns)).mul_(factors).sum(0) for one in halves]
-        self.sums = [before + one for before, one in zip(self.sums, made, strict=True)] if self.sums else made
-        return wide
-
-    def projection(self) -> Tensor:
-        if not self.sums:
-            return torch.zeros(1 + self.split, ROWS * self.columns, dtype=torch.float64)
-        return (torch.stack(self.sums) * _SCALE).flatten(1).cpu()
-
-    def norm(self) -> float:
-        return math.sqrt(float(self.square))
-
-    def fingerprint(self) -> int:
-        rows = torch.cat(self.words) if self.words else torch.zeros(0, dtype=torch.int64)
-        return _fingerprints(rows, [self.count], self.flat.element_size())[0]
+    flat = tensor.detach().reshape(-1)
+    count, columns, device = flat.numel(), numbers // ROWS, flat.device
+    split = split and flat.dtype == torch.float64
+    chunk = min(CHUNK, -(-count // columns)) * columns  # one with fewer rows if these are enough
+    sums = torch.zeros(1 + split, ROWS, columns, dtype=torch.float64, device=device)
+    for start in range(0, count, _group(device)):
+        part = flat[start : start + _group(device)]
+        wide = _scratch("wide", _multiple(part.numel(), chunk), torch.float64, device)
+        wide[part.numel() :].zero_()
+        wide[: part.numel()].copy_(part)
+        factors = _chunk_factors(start // chunk, wide.numel() // chunk, columns, device)
+        weights = row_weights(device)[:, : chunk // columns]
+        for row, one in zip(sums, _halves(wide) if split else (wide,), strict=True):
+            row += torch.matmul(weights, one.view(-1, chunk // columns, columns)).mul_(factors).sum(0)
+    return (sums * _SCALE).flatten(1).cpu()
 
 
 def _group(device: torch.device) -> int:
