@@ -81,18 +81,22 @@ def project(tensor: Tensor, numbers: int = NUMBERS, *, split: bool = True) -> Te
     flat = tensor.detach().reshape(-1)
     count, columns, device = flat.numel(), numbers // ROWS, flat.device
     split = split and flat.dtype == torch.float64
-    chunk = min(CHUNK, -(-count // columns)) * columns  # one with fewer rows if these are enough
-    sums = torch.zeros(1 + split, ROWS, columns, dtype=torch.float64, device=device)
-    for start in range(0, count, _group(device)):
-        part = flat[start : start + _group(device)]
-        wide = _scratch("wide", _multiple(part.numel(), chunk), torch.float64, device)
-        wide[part.numel() :].zero_()
-        wide[: part.numel()].copy_(part)
-        factors = _chunk_factors(start // chunk, wide.numel() // chunk, columns, device)
-        weights = row_weights(device)[:, : chunk // columns]
-        for row, one in zip(sums, _halves(wide) if split else (wide,), strict=True):
-            row += torch.matmul(weights, one.view(-1, chunk // columns, columns)).mul_(factors).sum(0)
-    return (sums * _SCALE).flatten(1).cpu()
+    rows = max(1, min(CHUNK, -(-count // columns)))  # all if one chunk is enough
+    chunk = rows * columns
+    sums: list[Tensor] = []
+    for part in flat.split(_group(device)):  # type: ignore[no-untyped-call]
+        size = part.numel()
+        wide = _scratch("wide", max(chunk, _multiple(size, chunk)), torch.float64, device)
+        if size < wide.numel():
+            wide[size:].zero_()
+        wide[:size].copy_(part)
+        weights, factors = _weights(len(sums) * (_group(device) // chunk), wide.numel() // chunk, rows, columns, device)
+        halves = _halves(wide) if split else (wide,)
+        sums.append(
+            torch.stack([torch.matmul(weights, one.view(-1, rows, columns)).mul_(factors).sum(0) for one in halves])
+        )
+    made = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
+    return (made * _SCALE).flatten(1).cpu()
 
 
 def _group(device: torch.device) -> int:
@@ -184,6 +188,11 @@ def _row_sums(bits: Tensor) -> Tensor:
 def row_weights(device: torch.device) -> Tensor:
     """Return the weights (ROWS, CHUNK) of the rows of a chunk."""
     return _integers(torch.arange(ROWS * CHUNK, device=device), _LEAST_WEIGHT).view(ROWS, CHUNK)
+
+
+@lru_cache(maxsize=512)
+def _weights(first: int, chunks: int, rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    return row_weights(device)[:, :rows], _chunk_factors(first, chunks, columns, device)
 
 
 def _chunk_factors(first: int, chunks: int, columns: int, device: torch.device) -> Tensor:
