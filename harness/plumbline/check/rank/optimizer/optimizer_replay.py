@@ -134,15 +134,27 @@ def replayed(
     name = type(optimizer).__name__
     if any(map(_is_part, parameters)) and not is_entry_by_entry(optimizer):
         raise NeedsOtherRanks(f"{name} combines all entries of a parameter, but the rank holds only a shard of it")
-    if any(has_share(optimizer, one) for one in parameters):
+    if not is_of_torch(optimizer) and any(has_share(optimizer, one) for one in parameters):
         raise NeedsOtherRanks(f"the rank holds the state of {name} for some parameters only")
-    given = [(group, [StepInput.of(optimizer, one) for one in parameters])]
+    inputs = [StepInput.of(optimizer, one) for one in parameters]
+    joined = StepInput.joined(inputs) if is_entry_by_entry(optimizer) else None
+    given = [(group, inputs if joined is None else [joined])]
     with replaying(optimizer, guard):
         native = stepped_all(optimizer, given)
         exact, lowered = exactly_stepped_all(optimizer, given)
         compiled = is_of_torch(optimizer) and _is_anything_compiled()
         traced = stepped_all(optimizer, given, traced=True) if compiled else [None] * len(native)
+    if joined is not None:
+        exact, native, traced = (_parted(one, inputs) for one in (exact, native, traced))
     return [ReplayedStep(*each, lowered) for each in zip(exact, native, traced, strict=True)]
+
+
+def _parted(joined: Sequence[Tensor | None], inputs: Sequence[StepInput]) -> list[Any]:
+    (after,) = joined
+    if after is None:
+        return [None] * len(inputs)
+    parts = torch.split(after, [one.weights.numel() for one in inputs])
+    return [part.view(one.weights.shape) for part, one in zip(parts, inputs, strict=True)]
 
 
 def depends_on_others(
@@ -235,8 +247,8 @@ class Guard:
     """Keeps the replay of a class that is not torch's own away from the training's tensors and from other ranks."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._protected = {memory(tensor) for tensor in _tensors_of(optimizer)} - {0}
-
+        tensors = () if is_of_torch(optimizer) else _tensors_of(optimizer)
+        self._protected = {memory(tensor) for tensor in tensors} - {0}
         self._devices = [
             device for device in {tensor.device for tensor in parameters_of(optimizer)} if device.type != "cpu"
         ]

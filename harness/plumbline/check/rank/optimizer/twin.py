@@ -66,9 +66,38 @@ class StepInput:
         state = None if own is None else map_state(own, local)
         return StepInput(local(parameter.detach()), local(parameter.grad.detach()), state)
 
+    @staticmethod
+    def joined(inputs: Sequence[StepInput]) -> StepInput | None:
+        """Return the input for all entries as one parameter, to save operations; None if their states do not allow it.
+
+        This is right only if the optimizer updates each entry by itself.
+        """
+        kinds = {(one.weights.dtype, one.weights.device, one.gradient.dtype, *(one.state or {})) for one in inputs}
+        if len(inputs) == 1 or len(kinds) > 1 or any(one.gradient.is_sparse or not one.weights.dim() for one in inputs):
+            return None
+        state = {key: _joined(inputs, [(one.state or {})[key] for one in inputs]) for key in inputs[0].state or {}}
+        if any(one is None for one in state.values()):
+            return None
+        weights = torch.cat([one.weights.reshape(-1) for one in inputs])
+        gradient = torch.cat([one.gradient.reshape(-1) for one in inputs])
+        return StepInput(weights, gradient, state)
+
     def mapped(self, change: Callable[[Tensor], Tensor]) -> StepInput:
         state = None if self.state is None else map_state(self.state, change)
         return replace(self, weights=change(self.weights), gradient=change(self.gradient), state=state)
+
+
+def _joined(inputs: Sequence[StepInput], values: Sequence[Any]) -> Any:
+    """Return the joined value of a state; None if the values can be neither joined nor shared."""
+    first = values[0]
+    if all(isinstance(one, Tensor) for one in values):
+        is_like_weights = all(one.shape == each.weights.shape for one, each in zip(values, inputs, strict=True))
+        if is_like_weights and all(one.dtype == first.dtype for one in values):
+            return torch.cat([one.reshape(-1) for one in values])
+        same = all(one.dim() == 0 and one == first for one in values)
+    else:
+        same = all(type(one) in _CONSTANTS and one == first for one in values)
+    return first if same else None
 
 
 Inputs = Sequence[tuple[dict[str, Any], Sequence[StepInput]]]

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from plumbline.check.evidence.training import Facts, segment
+from plumbline.check.evidence.training import Facts
 from plumbline.check.rank.optimizer.optimizer_replay import (
     Guard,
     NeedsOtherRanks,
@@ -31,7 +31,8 @@ from plumbline.check.rank.optimizer.optimizer_replay import (
     stepping,
 )
 from plumbline.check.rank.optimizer.replay_together import ReplayTogether, WholeDue
-from plumbline.check.rank.optimizer.twin import is_finite, norm_in_float64
+from plumbline.check.rank.optimizer.right_updates import RightUpdates
+from plumbline.check.rank.optimizer.twin import is_finite
 from plumbline.check.rank.parameter_sample import ParameterSample
 from plumbline.check.rank.tensor_digest import weights_prints
 from plumbline.recording.observer import Observer
@@ -40,22 +41,6 @@ from plumbline.recording.sharding import is_data_parallel_shard, is_laid_out_oth
 
 _ENTRIES_TOGETHER = 2**18
 """Entries of small parameters that are replayed together: six float64 copies of them take 12 MiB."""
-
-
-@dataclass(eq=False)
-class _Due:
-    """One parameter before its step: weights, segments of the right and the native update, noise, one rounding.
-
-    ``native`` is the update in the parameter's own precision. It is None if the optimizer's class is one of torch's
-    own, unless the class itself ``lowers`` the precision.
-    """
-
-    before: Tensor
-    update: Tensor
-    native: Tensor | None
-    noise: float
-    unit: float
-    lowers: bool = False
 
 
 @dataclass(eq=False)
@@ -71,7 +56,7 @@ class _Pending:
     prints: list[int] = field(default_factory=list)
     own: set[int] = field(default_factory=set)
     coupled: bool = False
-    due: dict[int, _Due] = field(default_factory=dict)
+    right: list[RightUpdates] = field(default_factory=list)
     together: dict[int, WholeDue] = field(default_factory=dict)
     unjudged: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     outside: list[int] = field(default_factory=list)
@@ -134,7 +119,7 @@ class UpdateReplay(Observer):
         self._close(optimizer)  # left from a step that raised
         for outer in self._open:
             outer.why = "this optimizer delegates its step to another optimizer, which is judged instead"
-            outer.due.clear()
+            outer.right.clear()
             outer.together.clear()
         pending = _Pending(optimizer)
         self._open.append(pending)
@@ -155,7 +140,7 @@ class UpdateReplay(Observer):
                 self._replay_together(pending)
         except NotReplayable as error:
             pending.why = str(error)
-            pending.due.clear()
+            pending.right.clear()
             pending.together.clear()
             pending.outside = []  # a step that evaluates the loss again is seen only after that
 
@@ -188,7 +173,7 @@ class UpdateReplay(Observer):
 
     def _replay_together(self, pending: _Pending) -> None:
         optimizer = pending.optimizer
-        pending.due.clear()
+        pending.right.clear()
         pending.unjudged.clear()
         numbers = {id(parameter): number for number, parameter in enumerate(parameters_of(optimizer))}
         of_torch = is_of_torch(stepping(optimizer))  # these communicate only through DTensors
@@ -253,22 +238,23 @@ def _replay(pending: _Pending, sample: ParameterSample, among: Callable[[Tensor]
     at_once = _at_once(optimizer, guard) if is_all else {}
     for number in [one for one in chosen if one in at_once]:
         group, parameter = chosen.pop(number)
-        after = at_once.pop(number)
-        pending.coupled |= depends_on_others(optimizer, group, parameter, guard, after.native)
-        pending.due[number] = _due(optimizer, parameter, after)
+        alone = at_once.pop(number)
+        pending.coupled |= depends_on_others(optimizer, group, parameter, guard, alone.native)
+        pending.right.append(RightUpdates.of(optimizer, [number], [parameter], [alone]))
     for batch in _batches(chosen) if is_entry_by_entry(optimizer) else ([one] for one in chosen):
         group, together = chosen[batch[0]][0], [chosen[number][1] for number in batch]
-        for number, parameter, after in zip(batch, together, replayed(optimizer, group, together, guard), strict=True):
-            pending.due[number] = _due(optimizer, parameter, after)
+        after = replayed(optimizer, group, together, guard)
+        pending.right.append(RightUpdates.of(optimizer, batch, together, after))
 
 
 def _batches(chosen: dict[int, tuple[dict[str, object], Tensor]]) -> Iterator[list[int]]:
-    """Yield the numbers of parameters of one group that are replayed together, to save calls for small ones."""
+    """Yield numbers of parameters of one group and dtype that are replayed together, to save calls for small ones."""
     batch: list[int] = []
     entries = 0
     for number, (group, parameter) in chosen.items():
-        size = local(parameter).numel()
-        if batch and (group is not chosen[batch[0]][0] or entries + size > _ENTRIES_TOGETHER):
+        size, first = local(parameter).numel(), chosen[batch[0] if batch else number]
+        is_alike = group is first[0] and (parameter.dtype, parameter.device) == (first[1].dtype, first[1].device)
+        if batch and (not is_alike or entries + size > _ENTRIES_TOGETHER):
             yield batch
             batch, entries = [], 0
         batch.append(number)
@@ -286,66 +272,27 @@ def _at_once(optimizer: Optimizer, guard: Guard) -> dict[int, ReplayedStep]:
         return {}
 
 
-def _due(optimizer: Optimizer, parameter: Tensor, after: ReplayedStep) -> _Due:
-    before = local(parameter.detach()).clone()
-    given = [before, after.exact, *(one for one in (after.native, after.traced) if one is not None)]
-    weights, exact, *rough = _where_finite(before, *given)
-    noise = max(norm_in_float64(one - exact) for one in rough)
-    # A copy of a class that is not torch's own must repeat the step, or its replay in float64 proves nothing.
-    judged_natively = after.lowered or not is_of_torch(optimizer)
-    native = None if not judged_natively else _segment(rough[0].double() - weights, before.dtype)
-    update = exact.sub_(weights)
-    unit = (norm_in_float64(weights) + norm_in_float64(update)) * torch.finfo(before.dtype).eps / 2
-    lowers = after.lowered and is_of_torch(optimizer)
-    return _Due(before, _segment(update, before.dtype), native, max(noise, unit), unit, lowers)
-
-
-def _segment(update: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the segment of a float64 update of weights of a dtype.
-
-    Projecting float32 numbers is far cheaper. This rounds an update by less than adding it to the weights does, unless
-    the weights are float64.
-    """
-    return segment(update if dtype in (torch.float64, torch.complex128) else update.float())
-
-
 def _compared(
     pending: _Pending, parameters: Sequence[Tensor], prints: Sequence[int], close: Facts
 ) -> list[list[float]]:
     """Return a row for each judged parameter. Fill ``close`` for those that must match a replay in their precision."""
-    unjudged = {number for numbers in pending.unjudged.values() for number in numbers}
     rows: list[list[float]] = []
-    for number, parameter in enumerate(parameters):
-        due = pending.due.pop(number, None)
-        if (whole := pending.together.pop(number, None)) is not None:
-            row, close[str(number)] = whole.compared(parameter)
-            rows.append([number, *row])
-        elif due is not None and due.before.shape == local(parameter).shape:
-            old, new = _where_finite(due.before, due.before, local(parameter.detach()))
-            made = _segment(new.double() - old, due.before.dtype)
-            error, right, moved = (float(vector.norm()) for vector in (made - due.update, due.update, made))
-            repeated = 0.0 if due.native is None else float((made - due.native).norm())
-            rows.append([number, error, due.noise, right, moved, float(made @ due.update), repeated, due.unit])
-            if due.lowers:
-                close[str(number)] = {"nearest": repeated, "tight": due.unit, "others": {}}
-        elif due is None and number in pending.own - unjudged and prints[number] != pending.prints[number]:
-            rows.append([number, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0])  # the size of the error is unknown
-    return rows
+    for updates in pending.right:
+        rows += (own := updates.rows(parameters))
+        if updates.lowers:
+            close.update((str(number), {"nearest": row[-2], "tight": row[-1], "others": {}}) for number, *row in own)
+    for number, whole in pending.together.items():
+        row, close[str(number)] = whole.compared(parameters[number])
+        rows.append([number, *row])
+    known = {number for numbers in pending.unjudged.values() for number in numbers}
+    known.update(pending.together, *(one.numbers for one in pending.right))
+    changed = [number for number in pending.own - known if prints[number] != pending.prints[number]]
+    rows += ([number, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0] for number in changed)  # the size of the error is unknown
+    return sorted(rows)
 
 
 def _has_hooks(optimizer: Optimizer) -> bool:
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
-
-
-def _where_finite(before: Tensor, *tensors: Tensor) -> list[Tensor]:
-    """Return weights as real numbers, 0 where they were not finite ``before`` the step.
-
-    DeepSpeed pads partitions with memory that it does not initialize, which can hold NaN.
-    """
-    real = [_real(one) for one in tensors]
-    if is_finite(before):
-        return real
-    return [one.masked_fill(~_real(before).isfinite(), 0) for one in real]
 
 
 def _real(tensor: Tensor) -> Tensor:
