@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -399,6 +400,18 @@ def test_an_optimizer_whose_step_communicates_but_leaves_ranks_apart_is_wrong(ju
     training, answer, _ = judged(train)
     assert answer is Answer.WRONG
     assert "not-synchronised" in causes(training)
+
+
+@pytest.mark.parametrize("averages", [True, False])
+def test_an_optimizer_that_sends_only_weights_does_not_make_up_for_a_missing_average(judged, averages):
+    def train():
+        model = small()
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
+        fit(model, optimizer, after_backward=partial(average, [*model.parameters()] if averages else []))
+
+    training, answer, _ = judged(train)
+    assert answer is (Answer.RIGHT if averages else Answer.WRONG)
+    assert causes(training) == (set() if averages else {"not-synchronised"})
 
 
 def test_updates_that_communicate_are_judged_in_a_world_of_one_rank(judged):

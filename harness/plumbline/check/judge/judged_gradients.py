@@ -9,6 +9,8 @@ from plumbline.check.evidence.training import RecordedStep, RecordedTraining
 from plumbline.check.judge.clipped_masters import before_clipping
 from plumbline.check.judge.rank_weights import forward_communicates, model_parts, shared_part, weights_at
 from plumbline.check.judge.received_gradient import ReceivedGradient
+from plumbline.check.judge.replayed_updates import OBSERVER as UPDATE
+from plumbline.check.judge.replayed_updates import steps_with_own_gradients
 from plumbline.check.judge.step_objective import equals, objective_of
 from plumbline.evidence.training_record import StepOfRanks
 from plumbline.judge.mistakes.synchronisation import only
@@ -283,6 +285,8 @@ def _why_nothing_arrived(case: ReceivedGradient) -> str:
 def _is_reduced_in_step(steps: StepOfRanks[RecordedStep]) -> bool:
     """Return whether ranks step with different gradients, but communicate and end up with the same weights."""
     if not all(step.noted("parallelism").get("collectives") for step in steps.values()):
+        return False
+    if all(steps_with_own_gradients(step.noted(UPDATE)) for step in steps.values()):
         return False
     weights = list(weights_at(steps))
     return any(one.differ("gradients") for one in weights) and not any(

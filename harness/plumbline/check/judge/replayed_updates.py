@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
-from plumbline.check.evidence.training import RecordedTraining
+from plumbline.check.evidence.training import Facts, RecordedTraining
 from plumbline.check.judge.noted import ObserverFacts, noted
 from plumbline.check.judge.optimizer_state import changed_state
 from plumbline.check.judge.rank_weights import forward_communicates, weights_at
@@ -279,6 +279,17 @@ def _repeats(one: ObserverFacts) -> bool:
         for row in one.facts["parameters"]
         if str(int(row[0])) not in one.facts.get("close", {})
     )
+
+
+def steps_with_own_gradients(facts: Facts) -> bool:
+    """Return whether a step that communicates uses the gradients of its rank as they are.
+
+    ZeroRedundancyOptimizer does: it sends only weights. Of torch's classes, only those with DTensors communicate within
+    the update, and they are replayed by all ranks together.
+    """
+    if facts.get("why", "unknown") or facts["hooks"] or facts["close"] or not facts["of_torch"]:
+        return False
+    return all(in_noise(error, noise) <= limit() for _, error, noise, *_ in facts["parameters"])
 
 
 def _steps_of_replicas(training: RecordedTraining) -> set[tuple[int, int]] | None:
