@@ -92,6 +92,20 @@ def passed_on(rows: Tensor) -> Tensor:
     return torch.cat([rows, received])
 
 
+def passed_on_with_gradient(rows: Tensor) -> Tensor:
+    return torch.cat([rows, PassedOn.apply(rows)])  # type: ignore[no-untyped-call]
+
+
+class PassedOn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, rows: Tensor) -> Tensor:
+        return passed_on(rows)[len(rows) :]
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        return passed_on(gradient)[len(gradient) :]
+
+
 def exchanged_flat(rows: Tensor) -> Tensor:
     received = torch.empty(rows.numel())
     dist.all_to_all_single(received, rows.reshape(-1))
@@ -168,6 +182,11 @@ def test_a_loss_over_outputs_that_were_gathered_as_constants_has_a_note(gather: 
     assert note.startswith(SAID)
 
 
+def test_a_loss_over_outputs_that_a_neighbour_sent_has_a_note() -> None:
+    (note,) = notes(partial(train, passed_on))
+    assert note.startswith("The loss uses outputs of other ranks that torch.distributed.batch_isend_irecv returned")
+
+
 @pytest.mark.parametrize("gather", [constant, own_inserted, normalised_later, passed_on, exchanged_flat])
 def test_a_forward_that_gathers_constants_has_a_note(gather: Gather) -> None:
     (note,) = notes(partial(attend, gather))
@@ -184,7 +203,7 @@ def test_outputs_that_autocast_rounds_are_found() -> None:
     assert note.startswith(SAID)
 
 
-@pytest.mark.parametrize("gather", [meant, printed, with_gradient])
+@pytest.mark.parametrize("gather", [meant, printed, with_gradient, passed_on_with_gradient])
 def test_constants_that_are_meant_or_not_used_have_none(gather: Gather) -> None:
     assert not notes(partial(train, gather))
 

@@ -56,10 +56,11 @@ def judge_gathered_outputs(training: RecordedTraining) -> Iterator[Finding]:
     if JointTruth(training).cut_off:
         return  # that no gradient reaches some parameters is reported as wrong
     is_received = any(step.noted(JOINT).get("leaves_out") for step in training.ranks[0].steps)
-    if is_received or any(rank.noted("gathered-outputs").get("used") for rank in training.ranks):
-        gathers = (
-            "a collective, such as torch.distributed.all_gather," if is_received else "torch.distributed.all_gather"
-        )
+    used = sorted({name for rank in training.ranks for name in rank.noted("gathered-outputs").get("used", ())})
+    if is_received or used:
+        gathers = "a collective, such as torch.distributed.all_gather,"
+        if not is_received:
+            gathers = listed([f"torch.distributed.{name}" for name in used])
         yield headline_note(
             "objective",
             f"The {'forward' if is_received else 'loss'} uses outputs of other ranks that {gathers} returned. These "

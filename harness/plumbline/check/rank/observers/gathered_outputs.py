@@ -42,30 +42,34 @@ ALONG = 1 - 1e-5
 
 @dataclass(frozen=True, eq=False)
 class _Gathered:
-    """One call: what this rank gave, the node that computed it, and what it received from all ranks."""
+    """One call: its name, what this rank gave, the node that computed it, and what it received from other ranks."""
 
+    call: str
     own: Tensor
     node: int
     parts: Sequence[Tensor]
 
     def rows_of_others(self) -> Iterator[Tensor]:
-        """Yield the first row of each part, unless this rank has the same row."""
-        for part in self.parts:
+        """Yield the first row of each part, unless this rank has the same row, or the part requires a gradient.
+
+        Such a gradient belongs to another rank, to which a pipeline's stage sends it.
+        """
+        for part in (one.detach() for one in self.parts if not one.requires_grad):
             row = part.reshape(-1, part.shape[-1])[0]
             if int((row != 0).sum()) >= LEAST_ENTRIES and not _has_row(self.own, row):
                 yield row
 
 
 class GatheredOutputObserver(Observer):
-    """Follows ``all_gather`` of tensors with a graph: its results have none.
+    """Follows ``all_gather`` and ``batch_isend_irecv`` of tensors with a graph: what they return has none.
 
     ``all_gather_into_tensor`` refuses such tensors. ``all_reduce`` over all ranks, which changes such tensors in place,
     is followed as well.
 
-    Facts of a process with such calls: ``used``, whether the graph of a loss saves gathered values as an operand;
-    ``reduced``, whether it contains a tensor that ``all_reduce`` changed. Calls with gradients disabled are intended,
-    and not followed. The search does not look into modules with parameters. Calls in a custom ``autograd.Function``
-    usually have a backward.
+    Facts of a process with such calls: ``used``, the names of those whose results the graph of a loss saves as an
+    operand; ``reduced``, whether it contains a tensor that ``all_reduce`` changed. Calls with gradients disabled are
+    intended, and not followed. The search does not look into modules with parameters. Calls in a custom
+    ``autograd.Function`` usually have a backward.
     """
 
     name = "gathered-outputs"
@@ -73,7 +77,8 @@ class GatheredOutputObserver(Observer):
     def __init__(self) -> None:
         self._gathered: deque[_Gathered] = deque(maxlen=MOST_CALLS)
         self._reduced: deque[Any] = deque(maxlen=MOST_CALLS)
-        self._is_used = self._is_reduced = False
+        self._used: set[str] = set()
+        self._is_reduced = False
         self._has_calls = False
         self._has_hooks = False
         self._in_functions = 0
@@ -81,8 +86,9 @@ class GatheredOutputObserver(Observer):
 
     def install(self) -> None:
         if torch.distributed.is_available():
-            wrap(torch.distributed, "all_gather", self._around)
-            wrap(torch.distributed, "all_reduce", self._around_reduction)
+            wrap(torch.distributed, "all_gather", partial(self._around, self._note_gathering))
+            wrap(torch.distributed, "batch_isend_irecv", partial(self._around, self._note_messages))
+            wrap(torch.distributed, "all_reduce", partial(self._around, self._note_reduction))
             wrap(torch.autograd.graph.saved_tensors_hooks, "__enter__", self._around_hooks)
 
     def start(self) -> None:
@@ -114,18 +120,12 @@ class GatheredOutputObserver(Observer):
             self._is_reduced = not {*map(id, nodes)}.isdisjoint(map(id, reduced))
 
     def final_facts(self) -> Facts | None:
-        return {"used": self._is_used, "reduced": self._is_reduced} if self._has_calls else None
+        return {"used": sorted(self._used), "reduced": self._is_reduced} if self._has_calls or self._used else None
 
-    def _around(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _around(self, note: Callable[..., None], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         if not torch.compiler.is_compiling() and self.attends and not self._in_functions:
-            attempt(self._note, [*args, *kwargs.values()])
-        return result
-
-    def _around_reduction(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        if not torch.compiler.is_compiling() and self.attends and not self._in_functions:
-            attempt(partial(self._note_reduction, *args, **kwargs))
+            attempt(partial(note, *args, **kwargs))
         return result
 
     def _note_reduction(self, tensor: Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> None:
@@ -140,12 +140,22 @@ class GatheredOutputObserver(Observer):
             self._has_hooks = True
         return original(*args, **kwargs)
 
-    def _note(self, given: Sequence[Any]) -> None:
-        parts, own = given[:2]
-        if own.requires_grad and own.dim() > 1:  # one number, or one for each sample, is what scripts print
+    def _note_gathering(self, tensor_list: Sequence[Tensor], tensor: Tensor, *_: Any, **__: Any) -> None:
+        if tensor.requires_grad and tensor.dim() > 1:  # one number, or one for each sample, is what scripts print
             self._has_calls = True
-            if torch.is_grad_enabled():
-                self._gathered.append(_Gathered(own.detach(), id(own.grad_fn), [part.detach() for part in parts]))
+            self._note("all_gather", tensor, tensor_list)
+
+    def _note_messages(self, p2p_op_list: Sequence[Any]) -> None:
+        """Note what this rank exchanges; pipelines only send activations, or receive those that require a gradient."""
+        received = [one.tensor for one in p2p_op_list if one.op is torch.distributed.irecv]
+        constants = [one for one in received if one.dim() > 1 and not one.requires_grad]
+        for sent in (one.tensor for one in p2p_op_list if one.op is torch.distributed.isend):
+            if constants and sent.requires_grad:
+                self._note("batch_isend_irecv", sent, constants)
+
+    def _note(self, call: str, own: Tensor, parts: Sequence[Tensor]) -> None:
+        if torch.is_grad_enabled():
+            self._gathered.append(_Gathered(call, own.detach(), id(own.grad_fn), [*parts]))
 
     def _look(self, gathered: Sequence[_Gathered], roots: Sequence[Tensor], has_hooks: bool) -> None:
         nodes, is_whole = _near([one.grad_fn for one in roots], {one.node for one in gathered})
@@ -153,8 +163,9 @@ class GatheredOutputObserver(Observer):
             return  # reading a checkpoint's saved tensors would run it again
         with torch.no_grad(), paused():
             kept = [one for node in nodes for name in _SAVED if isinstance(one := getattr(node, name, None), Tensor)]
-            rows = [row for one in gathered for row in one.rows_of_others()]
-            self._is_used |= any(_has_row(tensor, row) for row in rows for tensor in kept)
+            for one in gathered:
+                if any(_has_row(tensor, row) for row in one.rows_of_others() for tensor in kept):
+                    self._used.add(one.call)
 
 
 def _near(nodes: Iterable[Any], ends: set[int]) -> tuple[list[Any], bool]:
