@@ -239,6 +239,45 @@ def test_a_loss_over_what_is_reduced_in_place_has_a_note(reduce: Gather) -> None
     checked.assert_right(require_full=True)
 
 
+def printed_before_the_backward(loss: Tensor) -> Tensor:
+    dist.all_reduce(loss)
+    return loss
+
+
+def averaged(loss: Tensor) -> Tensor:
+    dist.all_reduce(loss)
+    return loss / WORLD
+
+
+def averaged_copy(loss: Tensor) -> Tensor:
+    averaged(loss.detach().clone())
+    return loss
+
+
+def half_of_what_is_printed(loss: Tensor) -> Tensor:
+    return printed_before_the_backward(loss / 2)
+
+
+def classify(reduce: Gather) -> list[float]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(WIDTH, WIDTH))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(2):
+        rows = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        optimizer.zero_grad()
+        reduce(functional.cross_entropy(model(rows), torch.arange(ROWS))).backward()
+        optimizer.step()
+    return []
+
+
+@pytest.mark.parametrize(
+    "reduce", [averaged, averaged_copy, printed_before_the_backward, half_of_what_is_printed, with_gradients.all_reduce]
+)
+def test_a_loss_that_is_averaged_in_place_before_the_backward_has_a_note(reduce: Gather) -> None:
+    said = [one for one in notes(partial(classify, reduce)) if one.startswith("The script adds up the loss over ranks")]
+    assert len(said) == (reduce is averaged)
+
+
 def test_what_a_checkpoint_keeps_is_not_computed_again() -> None:
     notes(without_modules)
 

@@ -93,7 +93,8 @@ def excuse_manual_edits(finding: Finding, wrong: Sequence[ReceivedGradient], tra
         return not_judged(check, why, step)
     if is_unexplained(finding) and (told := _about_masters(finding, wrong, training)) is not None:
         return told
-    if finding.cause == "summed-over-ranks" and any(rank.facts.get("gathered-outputs") for rank in training.ranks):
+    exchanges = any(rank.noted("gathered-outputs").get("exchanges") for rank in training.ranks)
+    if finding.cause == "summed-over-ranks" and exchanges:
         return not_judged(
             check,
             "gradients are the sum over ranks, not their mean, and the script exchanges outputs of all ranks without "

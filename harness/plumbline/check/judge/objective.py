@@ -372,12 +372,15 @@ def _counted_by_ranks(objectives: Sequence[StepObjective]) -> HeadlineNote | Non
 def _averaged_again(ranks: Sequence[RecordedRank], objectives: Sequence[StepObjective]) -> HeadlineNote | None:
     """Return a note if a loss is divided by the terms of all ranks, and its gradients are averaged over ranks as well.
 
-    At each step, its weights on all ranks then add up to 1, although they differ.
+    At each step, its weights on all ranks then add up to 1. They differ, or the script adds up the loss itself over
+    ranks, which autograd does not record; otherwise the divisor may come from elsewhere, such as the half in ½ x².
     """
     every = list(steps_together(ranks))
     if not every or not all(abs(factor_of(steps) - 1) <= NEAR for steps in every):
         return None
-    if len(objectives) == len(every):
+    is_one_loss = len(objectives) == len(every)
+    is_added_up = is_one_loss and any(rank.noted("gathered-outputs").get("reduced_number") for rank in ranks)
+    if is_one_loss:
         weights = [[[sum(share.weight for share in own) for own in one.ranks]] for one in objectives]
     else:
         by_rank = [[_weights_of_calls(step) for step in steps] for steps in every]
@@ -385,9 +388,18 @@ def _averaged_again(ranks: Sequence[RecordedRank], objectives: Sequence[StepObje
             return None
         weights = [list(map(list, zip(*steps, strict=True))) for steps in by_rank]
     for steps in zip(*weights, strict=True):
-        sums_to_1 = all(equals(sum(own), 1.0) for own in steps)
-        if sums_to_1 and sum(max(own) - min(own) > NEAR for own in steps) > 1:
-            count = len(steps[0])
+        count = len(steps[0])
+        if count == 1 or not all(equals(sum(own), 1.0) for own in steps):
+            continue
+        if is_added_up:
+            return headline_note(
+                CHECK,
+                f"The script adds up the loss over ranks with torch.distributed.all_reduce and divides it by {count} "
+                "before the backward pass. Autograd records only the division, and gradients are averaged over ranks, "
+                f"too: this is 1/{count} of the mean over all terms. Reduce a detached copy of the loss, or divide it "
+                "only after the backward pass.",
+            )
+        if sum(max(own) - min(own) > NEAR for own in steps) > 1:
             return headline_note(
                 CHECK,
                 f"The weights of a loss on {count} ranks add up to 1, as if it were divided by the number of terms of "

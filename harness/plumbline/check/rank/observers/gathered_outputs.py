@@ -67,18 +67,19 @@ class GatheredOutputObserver(Observer):
     is followed as well.
 
     Facts of a process with such calls: ``used``, the names of those whose results the graph of a loss saves as an
-    operand; ``reduced``, whether it contains a tensor that ``all_reduce`` changed. Calls with gradients disabled are
-    intended, and not followed. The search does not look into modules with parameters. Calls in a custom
-    ``autograd.Function`` usually have a backward.
+    operand; ``reduced``, whether it computes with a tensor that ``all_reduce`` changed, and ``reduced_number`` the same
+    for a tensor with one entry, such as a loss; ``exchanges``, whether outputs are gathered or reduced. Calls with
+    gradients disabled are intended, and not followed. The search does not look into modules with parameters. Calls in a
+    custom ``autograd.Function`` usually have a backward.
     """
 
     name = "gathered-outputs"
 
     def __init__(self) -> None:
         self._gathered: deque[_Gathered] = deque(maxlen=MOST_CALLS)
-        self._reduced: deque[Any] = deque(maxlen=MOST_CALLS)
+        self._reduced: deque[tuple[Any, str]] = deque(maxlen=MOST_CALLS)
         self._used: set[str] = set()
-        self._is_reduced = False
+        self._found: set[str] = set()
         self._has_calls = False
         self._has_hooks = False
         self._in_functions = 0
@@ -115,12 +116,16 @@ class GatheredOutputObserver(Observer):
         self._has_hooks = False
         if gathered:
             attempt(self._look, gathered, roots, has_hooks)
-        if reduced and not self._is_reduced:
-            nodes, _ = _near([one.grad_fn for one in roots], set())
-            self._is_reduced = not {*map(id, nodes)}.isdisjoint(map(id, reduced))
+        if not self._found.issuperset(kind for _, kind in reduced):
+            ends = {id(one.grad_fn) for one in roots}
+            nodes = {id(node) for node in _near([one.grad_fn for one in roots], set())[0]} - ends
+            self._found.update(kind for node, kind in reduced if id(node) in nodes)
 
     def final_facts(self) -> Facts | None:
-        return {"used": sorted(self._used), "reduced": self._is_reduced} if self._has_calls or self._used else None
+        exchanges = self._has_calls or bool(self._used)
+        if not exchanges and not self._found:
+            return None
+        return {"used": sorted(self._used), "exchanges": exchanges, **dict.fromkeys(self._found, True)}
 
     def _around(self, note: Callable[..., None], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
@@ -129,11 +134,11 @@ class GatheredOutputObserver(Observer):
         return result
 
     def _note_reduction(self, tensor: Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> None:
-        """Keep the node of a tensor with several numbers; a single one is what scripts print."""
         is_of_all = torch.distributed.get_world_size(group) == torch.distributed.get_world_size()
-        if torch.is_grad_enabled() and tensor.grad_fn is not None and tensor.numel() > 1 and is_of_all:
-            self._has_calls = True
-            self._reduced.append(tensor.grad_fn)
+        if torch.is_grad_enabled() and tensor.grad_fn is not None and is_of_all:
+            is_one = tensor.numel() == 1  # often a loss that scripts print
+            self._has_calls |= not is_one
+            self._reduced.append((tensor.grad_fn, "reduced_number" if is_one else "reduced"))
 
     def _around_hooks(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():  # a compiled region must not depend on what is noted
