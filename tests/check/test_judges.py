@@ -570,6 +570,16 @@ def test_a_consequence_without_its_mistake_is_information() -> None:
     assert follows.consequence_of == "gradients"
 
 
+@pytest.mark.parametrize(
+    ("cause", "origin"),
+    [("rates-differ", "learning-rate"), ("settings-differ-between-ranks", "learning-rate"), ("constant-rate", None)],
+)
+def test_updates_that_differ_follow_from_rates_that_differ(cause: str, origin: str | None) -> None:
+    (parted,) = judge_ranks_agree(of_weights(weights("a", "b"), weights("a", "c", 2.0)))
+    follows, _ = marked(parted, Finding("learning-rate", Outcome.FAILED, "", cause=cause))
+    assert follows.consequence_of == origin
+
+
 def test_one_rank_that_skips_is_named() -> None:
     made = of_weights(weights("a", "b"), weights("a", "a", 2.0))
     (step,) = made.ranks[1].steps

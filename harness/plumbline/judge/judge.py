@@ -339,6 +339,8 @@ SCRIPT_RULES: tuple[Rule, ...] = (
          origin_causes={"clipped-shard-by-shard"}),
     Rule("ranks-agree", "clipping", "ranks that clip the same gradient to different limits part",
          origin_causes={"clipped-to-another-length"}, causes={"not-synchronised"}, at_any_step=True),
+    Rule("ranks-agree", "learning-rate", "ranks that step with different rates end with different weights",
+         origin_causes={"rates-differ", "settings-differ-between-ranks"}, causes={"updates-differ"}),
     Rule("ranks-agree", "gradients", "ranks whose gradients differ by design, as with averaged models, part",
          causes={"not-synchronised"}, needed=True, at_any_step=True),
     Rule("ranks-agree", "initial-weights", "ranks that begin apart stay apart",
