@@ -603,6 +603,14 @@ def test_buffers_are_promised_only_where_they_are_broadcast() -> None:
     assert bad(judge_buffers(of_buffers("a", "a", broadcast=True))) == []
 
 
+@pytest.mark.parametrize("noisy", [[], ["Teacher.1"]])
+def test_dropout_of_a_teacher_is_told(noisy: list[str]) -> None:
+    made = a_rank(0, [{}], step={"generators": {"idle": [], "noisy": noisy}})
+    assert [one.message.startswith("a frozen module") for one in judge_generator_states(training(made))] == [
+        True
+    ] * len(noisy)
+
+
 @given(st.lists(st.sampled_from("ab"), min_size=2, max_size=2), st.booleans())
 def test_random_numbers_are_never_a_failure(states: list[str], drew: bool) -> None:
     forwards = [{"states": {"torch": state}, "drew": ["torch"] if drew else []} for state in states]

@@ -255,6 +255,21 @@ def test_dropout_in_evaluation_mode_is_noted_if_a_whole_module_that_is_trained_i
     assert idle(lambda model: model[0].requires_grad_(False).eval()) == []
 
 
+def test_dropout_of_a_frozen_teacher_in_training_mode_is_noted() -> None:
+    def noisy(change: Callable[[nn.Module], Any]) -> list[str]:
+        observer = GeneratorObserver()
+        observer.start()
+        teacher = nn.Sequential(nn.Linear(2, 2), nn.Dropout()).requires_grad_(False)
+        change(teacher)
+        observer.constant_called(teacher)
+        facts = observer.after_step(torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1), skipped=False)
+        return list((facts or {})["noisy"])
+
+    assert noisy(lambda teacher: teacher.train()) == ["Sequential.1"]
+    assert noisy(lambda teacher: teacher.eval()) == []
+    assert noisy(lambda teacher: teacher.train().requires_grad_(True)) == []  # as where rewards are computed
+
+
 def test_states_are_read_and_not_moved() -> None:
     layer = nn.Linear(2, 2)
     before = torch.get_rng_state()

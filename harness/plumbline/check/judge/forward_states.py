@@ -106,7 +106,17 @@ def judge_generator_states(training: RecordedTraining) -> Iterator[Finding]:
     """Yield what is known about the generators; equal ones are no failure, since many libraries seed ranks alike."""
     yield from failed_observers(training, "generators", RNG)
     for rank in training.ranks[:1]:
-        idle = [name for step in rank.steps[-1:] for name in step.noted("generators").get("idle", ())]
+        idle, noisy = (
+            [name for step in rank.steps[-1:] for name in step.noted("generators").get(kind, ())]
+            for kind in ("idle", "noisy")
+        )
+        if noisy:
+            yield information(
+                RNG,
+                f"a frozen module, such as a teacher or a reference model, is called without gradients in training "
+                f"mode, so {counted(len(noisy), 'dropout module')} in it {'drops' if len(noisy) == 1 else 'drop'} "
+                f"values: {listed(noisy)}. If this is not intended, call eval() on it",
+            )
         if idle:
             yield headline_note(
                 RNG,

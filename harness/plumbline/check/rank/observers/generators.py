@@ -26,6 +26,7 @@ class GeneratorObserver(Observer):
     ``between``: those that the script drew from since the previous forward, or since the last optimizer step if that
     came later. Numbers that are drawn before a step may change gradients. ``idle`` of a step: the dropout modules that
     were in evaluation mode in every forward so far, inside of a module in evaluation mode with parameters to train.
+    ``noisy`` of a step: those in training mode in modules that are frozen and called without gradients, as teachers.
     """
 
     name = "generators"
@@ -36,6 +37,7 @@ class GeneratorObserver(Observer):
         self._last: dict[str, str] = {}
         self._idle: dict[nn.Module, str] = {}
         self._active: set[nn.Module] = set()
+        self._noisy: dict[str, None] = {}
 
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for name, one, is_idle in _dropouts(module):
@@ -48,6 +50,11 @@ class GeneratorObserver(Observer):
         self._forwards.append({"states": states, "drew": [], "between": moved_generators(self._last, states)})
         self._last = states
         self._open = True
+
+    def constant_called(self, module: nn.Module) -> None:
+        if self.attends and not any(one.requires_grad for one in module.parameters()):
+            noisy = [name for name, one, _ in _dropouts(module) if one.training]
+            self._noisy |= dict.fromkeys(f"{type(module).__name__}.{name}" for name in noisy)
 
     def forward_ends(self) -> None:
         if self._open:
@@ -65,12 +72,13 @@ class GeneratorObserver(Observer):
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
         """Forget what was drawn before the step."""
         self._last = generator_states()
-        return {"idle": [name for one, name in self._idle.items() if one not in self._active]}
+        return {"idle": [name for one, name in self._idle.items() if one not in self._active], "noisy": [*self._noisy]}
 
     def stop(self) -> None:
         """Forget the forwards that no backward pass followed."""
+        super().stop()
         self._forwards, self._open, self._last = [], False, {}
-        self._idle, self._active = {}, set()
+        self._idle, self._active, self._noisy = {}, set(), {}
 
     def _close(self, now: dict[str, str]) -> None:
         if self._open:
