@@ -772,6 +772,31 @@ def summed(model):
         dist.all_reduce(one.grad)
 
 
+@pytest.mark.parametrize("divisor", [2, 4], ids=["mean", "averaged twice"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_script_may_reduce_gradients_in_16_bits(plumbline, dtype, divisor):
+    def reduce(model):
+        for one in model.parameters():
+            small = one.grad.to(dtype)
+            dist.all_reduce(small)
+            one.grad.copy_(small.float() / divisor)
+
+    checked = plumbline.check(trained_after(reduce), ranks=2, steps=STEPS)
+    assert_judged(checked, "" if divisor == 2 else "wrong: gradients: averaged twice")
+
+
+def test_a_metric_that_is_reduced_in_16_bits_hides_no_rounding_of_gradients(plumbline):
+    def reduce(model):
+        averaged(model)
+        for one in model.parameters():
+            one.grad.copy_(one.grad.bfloat16())
+        dist.all_reduce(torch.zeros(8, dtype=torch.bfloat16))
+
+    checked = plumbline.check(trained_after(reduce), ranks=2, steps=STEPS)
+    with pytest.raises(AssertionError, match="the script changes gradients with its own code"):
+        checked.assert_right()
+
+
 def reduced_to_the_first_rank(model):
     for one in model.parameters():
         dist.reduce(one.grad, 0)

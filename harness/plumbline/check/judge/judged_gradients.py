@@ -156,10 +156,10 @@ def _received_gradients(training: RecordedTraining) -> list[_Received]:
     """Return every received gradient, with the steps of all ranks.
 
     The format to which a communication hook rounds gradients is known from the hook's name, or else from the gradients:
-    it is the finest one in which they are right up to a factor.
+    it is the finest one in which they are right up to a factor. A script may also reduce them itself in 16 bits.
     """
     hooks = [name for rank in training.ranks for name in rank.noted("precision").get("hooks", ())]
-    formats = _formats(hooks)
+    formats = _formats(hooks) if hooks else ("", *_reduced_formats(training))
     found = (list(_received_through(training, one)) for one in formats)
     first = next(found)
     if len(formats) == 1:
@@ -237,7 +237,17 @@ def _formats(hooks: Sequence[str]) -> Sequence[str]:
     for part, name in (("bf16", "bfloat16"), ("fp16", "float16")):
         if any(part in hook for hook in hooks):
             return (name,)
-    return ("", "float16") if hooks else ("",)
+    return ("", "float16")
+
+
+def _reduced_formats(training: RecordedTraining) -> list[str]:
+    """Return the 16-bit formats in which the script itself reduces at least as many entries as the gradients have."""
+    facts = [step.noted("parallelism") for step in training.steps]
+    return [
+        dtype
+        for dtype in ("float16", "bfloat16")
+        if any(0 < one.get("entries", 0) <= one.get("formats", {}).get(dtype, 0) for one in facts)
+    ]
 
 
 def _why_unjudged(case: ReceivedGradient, recorded: StepOfRanks[RecordedStep]) -> str:

@@ -73,6 +73,7 @@ class ParallelismObserver(Observer):
         self._covered: WeakKeyDictionary[Any, dict[int, tuple[weakref.ref[Tensor], bool]]] = WeakKeyDictionary()
         self._counting = False
         self._reduced: dict[int, int] = {}
+        self._formats: dict[str, int] = {}
         self._entries = 0
         self._stepping = False
         self._collectives = 0
@@ -145,7 +146,7 @@ class ParallelismObserver(Observer):
         self._counting = False
 
     def backward_ends(self, number: int) -> Facts | None:
-        self._counting, self._reduced = True, {}
+        self._counting, self._reduced, self._formats = True, {}, {}
         return None
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -156,7 +157,8 @@ class ParallelismObserver(Observer):
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
         """Return how many entries were reduced by hand, by the group's size, and how many the gradients have.
 
-        ``collectives`` counts those that ran inside the step. ``held_back``: FSDP2 was told to reduce no gradients.
+        ``formats`` has the same number by the dtype of what was reduced. ``collectives`` counts those that ran inside
+        the step. ``held_back``: FSDP2 was told to reduce no gradients.
         """
         self._stepping = False
         held_back = holds_gradients_back(self._modules)
@@ -164,6 +166,7 @@ class ParallelismObserver(Observer):
             return None
         return {
             "reduced": {str(size): count for size, count in self._reduced.items()},
+            "formats": self._formats,
             "entries": self._entries,
             "collectives": self._collectives,
             "held_back": held_back,
@@ -244,13 +247,17 @@ class ParallelismObserver(Observer):
         given = [*args, *kwargs.values()]
         groups = [value for value in given if isinstance(value, torch.distributed.ProcessGroup)]
         size = torch.distributed.get_world_size(groups[0] if groups else None)
-        self._reduced[size] = self._reduced.get(size, 0) + max(map(_entries, given), default=0)
+        entries, dtype = max(map(_size_and_dtype, given), default=(0, ""))
+        self._reduced[size] = self._reduced.get(size, 0) + entries
+        self._formats[dtype] = self._formats.get(dtype, 0) + entries
 
 
-def _entries(value: Any) -> int:
+def _size_and_dtype(value: Any) -> tuple[int, str]:
+    """Return how many entries the tensors in a value have, and the dtype of the first one."""
     if isinstance(value, torch.Tensor):
-        return value.numel()
-    return sum(map(_entries, value)) if isinstance(value, (list, tuple)) else 0
+        return value.numel(), str(value.dtype).removeprefix("torch.")
+    found = list(map(_size_and_dtype, value)) if isinstance(value, (list, tuple)) else []
+    return sum(size for size, _ in found), next((dtype for _, dtype in found if dtype), "")
 
 
 def _layout(parameter: torch.Tensor) -> str:
