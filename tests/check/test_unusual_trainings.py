@@ -785,6 +785,27 @@ def test_a_script_may_reduce_gradients_in_16_bits(plumbline, dtype, divisor):
     assert_judged(checked, "" if divisor == 2 else "wrong: gradients: averaged twice")
 
 
+def reduced_in_hooks(divisor, *, in_place=False):
+    """Return a model whose hooks reduce each gradient over ranks, and divide it."""
+
+    def reduce(gradient):
+        total = gradient if in_place else gradient.clone()
+        dist.all_reduce(total)
+        return total.div_(divisor)
+
+    model = small()
+    for one in model.parameters():
+        one.register_hook(reduce)
+    return model
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(("divisor", "wrong"), [(2, ""), (1, "summed over ranks"), (4, "averaged twice")])
+def test_hooks_on_parameters_may_reduce_gradients(plumbline, divisor, wrong, in_place):
+    checked = plumbline.check(lambda: train_steps(reduced_in_hooks(divisor, in_place=in_place)), ranks=2, steps=STEPS)
+    assert_judged(checked, wrong and f"wrong: gradients: {wrong}")
+
+
 def test_a_metric_that_is_reduced_in_16_bits_hides_no_rounding_of_gradients(plumbline):
     def reduce(model):
         averaged(model)

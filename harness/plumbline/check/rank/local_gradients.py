@@ -13,6 +13,7 @@ from torch import Tensor
 from plumbline.check.evidence.training import Facts, segment
 from plumbline.recording.backward_passes import BackwardPasses
 from plumbline.recording.flat_sharding import Take
+from plumbline.replay.collectives import collectives
 
 Reduce = Callable[[Tensor, Tensor], "Tensor | None"]
 """Returns what is kept of a parameter's gradient, or None as long as that is unknown."""
@@ -57,8 +58,16 @@ class ArrivedGradients:
                 del self.whole[name]
 
 
+class RecorderHook(partial[None]):
+    """A hook of the recorder, as opposed to those of the script."""
+
+
 class LocalGradients:
-    """Follows backward passes with hooks on the leaves, which run before those of DistributedDataParallel."""
+    """Follows backward passes with hooks on the leaves, which run before those of DistributedDataParallel.
+
+    A gradient arrives when the script's own hooks on its leaf have run. If they communicate, they may reduce it over
+    ranks: what arrived is then what they were given. ``reducing`` has the ids of such parameters.
+    """
 
     def __init__(
         self, begins: Callable[[ArrivedGradients, Sequence[Tensor]], None], ends: Callable[[ArrivedGradients], None]
@@ -69,6 +78,9 @@ class LocalGradients:
         self.passes = BackwardPasses(self._pass_begins, self._pass_ends)
         self.current: ArrivedGradients | None = None
         self.error: Exception | None = None
+        self.reducing: set[int] = set()
+        self._first: list[Any] = []
+        self._given: dict[int, tuple[Tensor, int]] = {}
 
     def follow(
         self,
@@ -93,12 +105,24 @@ class LocalGradients:
                     known[1].remove()
                 register: Any = leaf.register_hook
                 who = (id(parameter), keeps(parameter), take) if reduced is None else (parameter,)
-                self._handles[id(parameter)] = leaf, register(partial(arrived, *who))
+                is_hooked = has_gradient_hooks(leaf)
+                self._handles[id(parameter)] = leaf, register(RecorderHook(arrived, *who))
+                if is_hooked and reduced is None and keeps(parameter):
+                    self._run_first(leaf, register(RecorderHook(self._reaches_hooks, id(parameter), take)))
+
+    def _run_first(self, leaf: Any, handle: Any) -> None:
+        self._first.append(handle)
+        hooks = leaf._backward_hooks
+        ordered = sorted(hooks.items(), key=lambda one: one[0] != handle.id)
+        hooks.clear()  # autograd runs hooks in the order of their insertion, which move_to_end() does not change
+        hooks.update(ordered)
 
     def stop(self) -> None:
-        for _, handle in self._handles.values():
+        for handle in (*self._first, *(handle for _, handle in self._handles.values())):
             handle.remove()
         self._handles.clear()
+        self._first.clear()
+        self._given.clear()
 
     def _pass_begins(self, number: int, roots: Sequence[Tensor]) -> None:
         self.current = ArrivedGradients(number, by_grad=self.passes.is_by_grad)
@@ -108,6 +132,18 @@ class LocalGradients:
         if self.current is not None:
             ended, self.current = self.current, None
             self._ends(ended)
+
+    def _reaches_hooks(self, leaf: int, take: Take | None, gradient: Tensor | None) -> None:
+        """Keep what the script's hooks are given, which may change it in place."""
+        if torch.compiler.is_compiling() or gradient is None or self.current is None or self.passes.is_apart:
+            return
+        if take is None or hasattr(gradient, "full_tensor"):
+            return
+        try:
+            dense = gradient.to_dense() if gradient.is_sparse else gradient
+            self._given[leaf] = segment(take(dense)), sum(collectives().values())
+        except Exception as error:  # as below
+            self.error = self.error or error
 
     def _arrived(self, leaf: int, kept: bool, take: Take | None, gradient: Tensor | None) -> None:
         if torch.compiler.is_compiling():
@@ -126,6 +162,10 @@ class LocalGradients:
             # Read it at once: the buffer may become .grad itself, or be reused.
             dense = gradient.to_dense() if gradient.is_sparse and kept else gradient
             arrived = segment(take(dense)) if kept else torch.zeros(0, dtype=torch.float64)
+            given, count = self._given.pop(leaf, (arrived, None))
+            if count is not None and count != sum(collectives().values()):
+                self.reducing.add(leaf)
+                arrived = given
             before = self.current.local.get(leaf)
             self.current.local[leaf] = arrived if before is None else before + arrived
         except Exception as error:  # raised inside the script's backward: the recorder handles it when the pass ends
@@ -148,3 +188,9 @@ class LocalGradients:
                 one.whole[name] = parameter, dense.clone() if before is None else before[1] + dense
         except Exception as error:  # as above
             self.error = self.error or error
+
+
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Return whether the script has hooks that can change a gradient before it arrives."""
+    hooks: Any = parameter._backward_hooks or {}
+    return any(not isinstance(one, RecorderHook) for one in hooks.values())

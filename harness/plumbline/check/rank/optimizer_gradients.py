@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from plumbline.check.evidence.training import SEGMENT, BackwardPass, Parameter, as_real, length, segment
-from plumbline.check.rank.local_gradients import ArrivedGradients
+from plumbline.check.rank.local_gradients import ArrivedGradients, has_gradient_hooks
 from plumbline.check.rank.parameter_sample import ParameterSample
 from plumbline.evidence.trace import dtype_name
 from plumbline.recording.flat_sharding import FlatUnit, flat_units, part_of
@@ -51,11 +51,6 @@ def received(
     gradient = _dense(gradient)
     own = segment(gradient) if sampled else _EMPTY
     return own / scale, float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) / scale
-
-
-def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Return whether the script has hooks that can change a gradient before it arrives. One hook is the recorder's."""
-    return len(parameter._backward_hooks or ()) > 1
 
 
 def has_own_hooks(parameter: Tensor) -> bool:

@@ -30,7 +30,6 @@ from plumbline.check.rank.optimizer.loss_scale import LossScale
 from plumbline.check.rank.optimizer_gradients import (
     FlatGradients,
     gathered,
-    has_gradient_hooks,
     has_own_hooks,
     received,
     recorded_parameters,
@@ -308,7 +307,7 @@ class TrainingRecorder:
         unoptimized = self._optimizers.unoptimized(self._layouts.stepped, with_digests=self._world[1] > 1)
         hooks = {
             "gradient_hooks": sum(map(has_own_hooks, parameters)),
-            "tensor_hooks": sum(map(has_gradient_hooks, parameters)),
+            "tensor_hooks": sum(map(self._passes.changes_arriving, parameters)),
         }
         self._pending = replace(step, facts={**hooks, "unoptimized": unoptimized, **step.facts})
 

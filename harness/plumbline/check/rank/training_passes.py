@@ -14,13 +14,12 @@ from plumbline.check.evidence.training import REPEATS
 from plumbline.check.rank.joint.forward import recorded_calls
 from plumbline.check.rank.joint.steps import JointSteps
 from plumbline.check.rank.known_optimizers import KnownOptimizers
-from plumbline.check.rank.local_gradients import ArrivedGradients, LocalGradients
+from plumbline.check.rank.local_gradients import ArrivedGradients, LocalGradients, has_gradient_hooks
 from plumbline.check.rank.master_layout import MasterLayouts
 from plumbline.check.rank.observers.experts import NAME as EXPERTS
 from plumbline.check.rank.observers.recomputation import NAME as RECOMPUTATION
 from plumbline.check.rank.observers.recomputation import recomputed_otherwise
 from plumbline.check.rank.optimizer.loss_scale import LossScale
-from plumbline.check.rank.optimizer_gradients import has_gradient_hooks
 from plumbline.check.rank.own_errors import OwnErrors
 from plumbline.check.rank.parameter_sample import ParameterSample
 from plumbline.check.rank.tensor_digest import written
@@ -225,6 +224,10 @@ class TrainingPasses:
     def _pass_begins(self, one: ArrivedGradients, roots: Sequence[Tensor]) -> None:
         if self._following:
             self._errors.keep(lambda: self._begin(one, roots))
+
+    def changes_arriving(self, parameter: Tensor) -> bool:
+        """Return whether hooks of the script change a parameter's gradient before it arrives."""
+        return has_gradient_hooks(parameter) and id(parameter) not in self._gradients.reducing
 
     def _begin(self, one: ArrivedGradients, roots: Sequence[Tensor]) -> None:
         for optimizer in self._optimizers:
