@@ -542,6 +542,10 @@ def test_weights_that_differ_only_by_rounding_are_not_accused() -> None:
 def test_weights_that_are_not_kept_equal_are_not_accused() -> None:
     made = of_weights(weights("a", "b"), weights("x", "y", 2.0), wrapped=False, gradients=("g", "h"))
     assert bad(judged(made)) == []
+    assert [one.message for one in judge_ranks_agree(made)] == [
+        "ranks hold different weights after 1 of 1 steps; it is not known whether this is intended: nothing keeps "
+        "weight equal"
+    ]
 
 
 def test_weights_that_step_with_one_gradient_are_meant_to_be_equal() -> None:

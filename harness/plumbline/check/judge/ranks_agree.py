@@ -258,7 +258,9 @@ def judge_ranks_agree(training: RecordedTraining) -> Iterator[Finding]:
             AFTER_STEPS, f"weights that ranks share agree up to rounding after each of {counted(compared, 'step')}"
         )
     else:
-        why = AVERAGED if factor_of_equal_weights(training) == 1 else f"{IF_INTENDED}{layout.reason}"
+        # The reason for data parallelism does not explain weights that nothing in it keeps equal.
+        reason = f"nothing keeps {listed(sorted(known))} equal" if layout.is_data_parallel else layout.reason
+        why = AVERAGED if factor_of_equal_weights(training) == 1 else f"{IF_INTENDED}{reason}"
         yield information(
             AFTER_STEPS, f"ranks hold different weights after {differing_steps} of {compared} steps; {why}"
         )
