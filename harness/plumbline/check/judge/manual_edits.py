@@ -227,7 +227,7 @@ def _reduced_apart(check: str, training: RecordedTraining) -> Finding | None:
         check,
         f"each rank steps with a different gradient, although {layout.reason}",
         "multiply and divide gradients only by what is equal on all ranks, such as a number of samples that is summed "
-        "over the ranks",
+        "over the ranks; if all_reduce is called with async_op=True, wait for its result before using it",
         cause="changed-differently-on-ranks",
         family="sync",
         step=apart[0].number,
