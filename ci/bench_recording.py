@@ -44,18 +44,18 @@ def gpt() -> tuple[nn.Module, Loss]:
 
 
 def llama() -> tuple[nn.Module, Loss]:
-    """Return Llama with 0.8 million parameters, and its loss on a random batch."""
+    """Return Llama with 9.5 million parameters, and its loss on a random batch."""
     config = transformers.LlamaConfig(
-        vocab_size=WORDS, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
+        vocab_size=WORDS, hidden_size=384, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=6,
         num_key_value_heads=2,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config), _of_words
 
 
 def resnet() -> tuple[nn.Module, Loss]:
-    """Return a residual network of 18 layers with 2.8 million parameters, and its loss on random images."""
+    """Return ResNet-18 with 11.2 million parameters, and its loss on random images."""
     config = transformers.ResNetConfig(
-        embedding_size=32, hidden_sizes=[32, 64, 128, 256], depths=[2, 2, 2, 2], layer_type="basic", num_labels=10
+        embedding_size=64, hidden_sizes=[64, 128, 256, 512], depths=[2, 2, 2, 2], layer_type="basic", num_labels=10
     )
     return transformers.ResNetForImageClassification(config), _of_images
 
