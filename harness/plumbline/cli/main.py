@@ -11,7 +11,6 @@ from typing import Any, Final, NoReturn
 
 from plumbline.cli.arguments import IGNORE, print_error, with_settings
 from plumbline.core.errors import TROUBLE, USAGE, PlumblineError, UsageError
-from plumbline.machine.software import plumbline_version
 from plumbline.report.text import settings_in_words
 
 COMMANDS: Final = {
@@ -60,7 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def command_parser(*names: str) -> tuple[argparse.ArgumentParser, Any]:
     """Return the program's parser and the parsers of its commands. Only the commands ``names`` have their options."""
     parser = _Parser(prog="plumbline", description=__doc__)
-    parser.add_argument("--version", action="version", version=f"plumbline {plumbline_version()}")
+    shown = "show program's version number and exit"
+    parser.add_argument("--version", action=_Version, nargs=0, default=argparse.SUPPRESS, help=shown)
     commands = parser.add_subparsers(action=_Commands, required=True, metavar="COMMAND")
     for module in dict.fromkeys(MODULES.get(name, name) for name in names):
         import_module(f"plumbline.cli.{module}").add_to(commands)
@@ -97,6 +97,14 @@ def _did_you_mean(word: str, command: argparse.ArgumentParser) -> str:
 class _Commands(argparse._SubParsersAction):  # type: ignore[type-arg]
     def add_parser(self, name: str, **further: Any) -> Any:
         return super().add_parser(name, help=COMMANDS[name], **further)
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from plumbline.machine.software import plumbline_version  # it takes as long to import as all other modules
+
+        print(f"plumbline {plumbline_version()}")
+        parser.exit()
 
 
 class _Parser(argparse.ArgumentParser):
