@@ -22,11 +22,13 @@ from plumbline.check.evidence.training import (
 )
 from plumbline.check.judge.forward_states import judge_buffers, judge_generator_states
 from plumbline.check.judge.gradients import judge_gradients
+from plumbline.check.judge.judged_gradients import judged_gradients
 from plumbline.check.judge.noted import HeadlineNote
 from plumbline.check.judge.objective import judge_objective
 from plumbline.check.judge.optimized_parameters import judge_optimized_parameters
-from plumbline.check.judge.rank_weights import rank_layout
+from plumbline.check.judge.rank_weights import model_parts, rank_layout, reduced_parameters
 from plumbline.check.judge.ranks_agree import judge_initial_weights, judge_ranks_agree
+from plumbline.check.judge.replayed_updates import replayed_updates
 from plumbline.check.judge.rows_used import judge_rows_used
 from plumbline.check.rank.observers.row_hashes import digest
 from plumbline.core.finding import Finding
@@ -737,3 +739,10 @@ def test_a_step_before_is_left_in_as_it_was_clipped() -> None:
     steps = (replace(first, received=clipped, unclipped=right), replace(second, received=both / 9, unclipped=both))
     (finding,) = judge_gradients(RecordedTraining((RecordedRank(0, 1, steps),)))
     assert finding.cause == "previous-step-not-zeroed"
+
+
+@pytest.mark.parametrize("derive", [judged_gradients, model_parts, reduced_parameters, replayed_updates])
+def test_what_several_checks_derive_from_a_training_is_computed_once(derive: Callable[[RecordedTraining], Any]) -> None:
+    made = of_rows([[1], [2]], [[3], [4]])
+    assert derive(made) is derive(made)
+    assert derive(made) is not derive(of_rows([[1], [2]], [[3], [4]]))

@@ -7,9 +7,11 @@ of the linear combination.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -75,7 +77,7 @@ class Parameter:
 
     @property
     def entries(self) -> int:
-        return int(torch.Size(self.shape).numel())
+        return math.prod(self.shape)
 
     @property
     def length(self) -> int:
@@ -152,10 +154,22 @@ class RecordedStep(HasFacts):
         """The vector of the gradients before clipping, or as received if no clipping function changed them."""
         return self.received if self.unclipped is None else self.unclipped
 
+    @cached_property
+    def pieces(self) -> Mapping[int, Sequence[str]]:
+        """The names of the parameters of which each of the optimizer's parameters holds pieces, by its number.
+
+        It is empty if the optimizer holds the model's parameters themselves.
+        """
+        found: dict[int, list[str]] = {}
+        for one in self.parameters:
+            if one.held_in is not None:
+                found.setdefault(one.held_in, []).append(one.name)
+        return found
+
     @property
     def is_in_pieces(self) -> bool:
         """Whether the optimizer holds copies of the model's parameters, whole or in pieces."""
-        return any(one.held_in is not None for one in self.parameters)
+        return bool(self.pieces)
 
     @property
     def is_divided(self) -> bool:
@@ -195,13 +209,16 @@ class RecordedStep(HasFacts):
             other_passes=tuple(map(of, self.other_passes)),
         )
 
-    def parts(self, vector: Tensor) -> Sequence[Tensor]:
-        lengths = [parameter.length for parameter in self.parameters]
-        return torch.split(vector, lengths) if lengths else ()
+    @cached_property
+    def _lengths(self) -> list[int]:
+        return [parameter.length for parameter in self.parameters]
+
+    def parts(self, vector: Tensor) -> tuple[Tensor, ...]:
+        return torch.split(vector, self._lengths) if self._lengths else ()
 
     def norms(self, vector: Tensor) -> Tensor:
-        norms = [part.norm() for part in self.parts(vector)]
-        return torch.stack(norms) if norms else torch.zeros(0, dtype=torch.float64)
+        parts = self.parts(vector)
+        return torch.stack(torch._foreach_norm(parts)) if parts else torch.zeros(0, dtype=torch.float64)
 
 
 HasVectors = TypeVar("HasVectors", BackwardPass, RecordedStep)
@@ -265,9 +282,12 @@ class RecordedRank(HasFacts):
     error: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RecordedTraining(TrainingRecord):
-    """All processes of a training that took optimizer steps, ordered by rank. ``objective`` is the declared one."""
+    """All processes of a training that took optimizer steps, ordered by rank. ``objective`` is the declared one.
+
+    It is hashed by identity: several checks need what is derived from a whole training, so that it is cached.
+    """
 
     ranks: tuple[RecordedRank, ...]
     objective: str = ""

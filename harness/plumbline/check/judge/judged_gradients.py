@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from plumbline.check.evidence.training import RecordedStep, RecordedTraining
 from plumbline.check.judge.clipped_masters import before_clipping
@@ -88,6 +89,7 @@ class JudgedGradients:
         return [*names]
 
 
+@lru_cache(maxsize=1)
 def judged_gradients(training: RecordedTraining) -> JudgedGradients:
     """Return every rank's gradient of each step that was taken and that all ranks recorded."""
     judged: list[ReceivedGradient] = []

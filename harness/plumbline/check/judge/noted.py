@@ -43,17 +43,16 @@ class ObserverFacts(ScriptStep):
     def numbers(self) -> list[int]:
         """The numbers of the optimizer's parameters, in the order of its groups."""
         if self.step.is_in_pieces:
-            return sorted({one.held_in for one in self.step.parameters if one.held_in is not None and one.is_held})
+            return sorted(self.step.pieces.keys() - {-1})
         return [*range(len(self.step.parameters))]
 
     def held_in(self, number: int) -> list[str]:
         """Return the names of the parameters of which the optimizer's parameter with this number holds pieces."""
-        own = self.step.parameters
-        if any(one.held_in is not None for one in own):
-            names = [one.name for one in own if one.held_in == number]
+        if self.step.is_in_pieces:
+            names = self.step.pieces.get(number, [])
         else:
-            names = [one.name for one in own[number : number + 1]]
-        return names or [f"parameter {number} of the optimizer"]
+            names = [one.name for one in self.step.parameters[number : number + 1]]
+        return [*names] or [f"parameter {number} of the optimizer"]
 
     def failed(self, check: str, observed: str, hint: str = "", **cause_and_parameter: str) -> Finding:
         """Return a failure with what was observed, that it was first seen at this step, and what to do."""

@@ -6,8 +6,9 @@ tensor-parallel shards.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -108,8 +109,9 @@ def weights_at(steps: StepOfRanks[RecordedStep]) -> Iterator[RankWeights]:
     local = {rank: step.parts(_local(step)) for rank, step in steps.items()}
     for index, number in enumerate(next(iter(numbers.values()))):
         places = {rank: own[index] for rank, own in numbers.items()}
-        held = {rank: _place_in_optimizer(step, places[rank]) for rank, step in steps.items()}
-        if None in held.values() or not _hold_the_same(steps, held):
+        found = ((rank, _place_in_optimizer(step, places[rank])) for rank, step in steps.items())
+        held = {rank: place for rank, place in found if place is not None}
+        if len(held) < len(steps) or not _hold_the_same(steps, held):
             continue
         here = tuple(
             {name: values[held[rank]] for name, values in step.facts[WEIGHTS].items()} for rank, step in steps.items()
@@ -130,13 +132,10 @@ def _place_in_optimizer(step: RecordedStep, number: int) -> int | None:
     return number if held is None else held if held >= 0 else None
 
 
-def _hold_the_same(steps: Mapping[int, RecordedStep], held: Mapping[int, int | None]) -> bool:
+def _hold_the_same(steps: Mapping[int, RecordedStep], held: Mapping[int, int]) -> bool:
     """Return whether the optimizer's parameter that holds a parameter has the same pieces on all ranks."""
-    pieces = {
-        tuple(one.name for one in step.parameters if one.held_in is not None and one.held_in == held[rank])
-        for rank, step in steps.items()
-    }
-    return len(pieces) == 1
+    first, *others = (step.pieces.get(held[rank], ()) for rank, step in steps.items())
+    return all(other == first for other in others)
 
 
 def _local(step: RecordedStep) -> torch.Tensor:
@@ -144,7 +143,8 @@ def _local(step: RecordedStep) -> torch.Tensor:
     return sum(parts, torch.zeros_like(step.received))
 
 
-def reduced_parameters(training: RecordedTraining) -> set[tuple[int, str]]:
+@lru_cache(maxsize=1)
+def reduced_parameters(training: RecordedTraining) -> Set[tuple[int, str]]:
     """Return the optimizer and the name of each parameter whose gradient was reduced over all ranks in some step."""
     return {one.key for one in weights_of(training) if one.share_reduced_gradient}
 
@@ -264,7 +264,8 @@ def forward_communicates(training: RecordedTraining) -> bool:
     return any(rank.noted(JOINT).get("communicates") for rank in training.ranks)
 
 
-def model_parts(training: RecordedTraining) -> set[tuple[int, str]]:
+@lru_cache(maxsize=1)
+def model_parts(training: RecordedTraining) -> Set[tuple[int, str]]:
     """Return the optimizer and the name of each parameter of which every rank holds a different part.
 
     Its initial weights differ between ranks, ranks never step with the same gradient for it, and the model's forward

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from plumbline.check.evidence.training import Facts, RecordedTraining
 from plumbline.check.judge.noted import ObserverFacts, noted
@@ -169,6 +170,7 @@ Key = tuple[int, str]
 """The number of an optimizer and the name of one of its parameters."""
 
 
+@lru_cache(maxsize=1)
 def replayed_updates(training: RecordedTraining) -> ReplayedUpdates:
     """Return how far the weights after each step are from its replay."""
     # Ranks that compute one loss together may rightly add up their shares of the gradient.

@@ -105,14 +105,14 @@ def limit(runs: int = NOISE_RUNS, false_alarm: float = FALSE_ALARM) -> float:
     distribution of that maximum, and c is where it falls to ``false_alarm``.
     """
     grid = 4000
-    maxima = [(index + 0.5) * 9.0 / grid for index in range(grid)]
-    inside = [math.erf(m / math.sqrt(2)) for m in maxima]
-    density = [math.exp(-m * m / 2) * math.sqrt(2 / math.pi) for m in maxima]
+    maxima = (torch.arange(grid, dtype=torch.float64) + 0.5) * 9.0 / grid
+    inside = torch.erf(maxima / math.sqrt(2))
+    density = torch.exp(-maxima * maxima / 2) * math.sqrt(2 / math.pi)
     # d/dm P(max <= m), times the width of a bin.
-    weights = [runs * p ** (runs - 1) * d * 9.0 / grid for p, d in zip(inside, density, strict=True)]
+    weights = runs * inside ** (runs - 1) * density * 9.0 / grid
 
     def exceeded(c: float) -> float:
-        return sum(w * math.erfc(c * m / math.sqrt(2)) for w, m in zip(weights, maxima, strict=True))
+        return float((weights * torch.erfc(c * maxima / math.sqrt(2))).sum())
 
     low, high = 1.0, 1e6
     while high / low > 1.001:
