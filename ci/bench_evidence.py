@@ -31,7 +31,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from plumbline.evidence import rank_file as evidence
+from plumbline.evidence import trace_file as evidence
 from plumbline.evidence.tensor_store import TensorStore
 from plumbline.evidence.trace import STORE_ABOVE, RankTrace
 from plumbline.worker.recorder.recorder import Recorder

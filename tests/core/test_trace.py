@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plumbline.evidence.rank_file import flatten, unflatten
 from plumbline.evidence.trace import MicroBatch, RankTrace, Step
+from plumbline.evidence.trace_file import flatten, unflatten
 
 NAMES = st.text(min_size=1, max_size=8)
 TENSORS = st.dictionaries(NAMES, st.lists(st.floats(width=32), max_size=4).map(torch.tensor), max_size=3)

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from plumbline.core.errors import TraceError
 from plumbline.core.outcome import Outcome
-from plumbline.evidence.rank_file import write_rank
 from plumbline.evidence.read import read_trace, whole_tensors
 from plumbline.evidence.trace import Exit, RankTrace, Shard, Step, Trace
+from plumbline.evidence.trace_file import write_rank
 
 SHAPE = (5, 3)
 

@@ -18,8 +18,8 @@ from plumbline.core.outcome import Outcome
 from plumbline.core.topology import Topology
 from plumbline.engine.rejudge import rejudge
 from plumbline.evidence import read, tensor_store
-from plumbline.evidence.rank_file import write_rank
 from plumbline.evidence.trace import RankTrace
+from plumbline.evidence.trace_file import write_rank
 from plumbline.machine.fingerprint import Fingerprint
 from plumbline.pytest_plugin.cases import ConformanceCase
 from plumbline.results.files import RunNotFound, trace_folder, write_text

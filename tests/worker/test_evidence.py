@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from plumbline.core.errors import TraceError
-from plumbline.evidence.rank_file import flatten, write_rank
 from plumbline.evidence.read import read_file, read_rank
 from plumbline.evidence.trace import MicroBatch, RankTrace, Step
+from plumbline.evidence.trace_file import flatten, write_rank
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool]
 SHARED_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

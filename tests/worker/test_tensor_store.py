@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from plumbline.core.errors import TraceError
-from plumbline.evidence.rank_file import flatten, write_rank
 from plumbline.evidence.read import read_rank, read_trace
 from plumbline.evidence.tensor_store import FOLDER, TensorStore, load
 from plumbline.evidence.trace import RankTrace, StoredTensor
+from plumbline.evidence.trace_file import flatten, write_rank
 from plumbline.worker.recorder.model_tensors import is_still, kept
 from plumbline.worker.recorder.recorder import Recorder
 
@@ -134,7 +134,7 @@ def test_a_reference_that_cannot_be_right_is_refused(reference, store, tmp_path,
     (tmp_path / FOLDER / "0000000000000001--float32").write_bytes(bytes(4))
     (tmp_path / FOLDER / "0000000000000001-0-float32").write_bytes(b"")
     rank = flatten(RankTrace(0, 1, ()))[0] | {"final": "own", "stored": {"0/final/weight": reference}}
-    monkeypatch.setattr("plumbline.evidence.rank_file.flatten", lambda trace: (rank, {}))
+    monkeypatch.setattr("plumbline.evidence.trace_file.flatten", lambda trace: (rank, {}))
     write_rank(str(tmp_path / "rank-0.safetensors"), RankTrace(0, 1, ()))
     (tmp_path / "rank-0.log").touch()
     with pytest.raises(TraceError, match=r"is missing or damaged|is not a complete trace"):

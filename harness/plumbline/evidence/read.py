@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from plumbline.core.errors import TraceError
-from plumbline.evidence.rank_file import CHECKSUM, DTYPES, NO_CHECKSUM, unflatten
+from plumbline.evidence.rank_file import CHECKSUM, DTYPES, NO_CHECKSUM, dtype_name
 from plumbline.evidence.tensor_store import FOLDER
 from plumbline.evidence.tensor_store import load as load_stored
-from plumbline.evidence.trace import Block, RankTrace, Shard, StoredTensor, Tensors, Trace, block_index, dtype_name
+from plumbline.evidence.trace import Block, RankTrace, Shard, StoredTensor, Tensors, Trace, block_index
+from plumbline.evidence.trace_file import unflatten
 
 LARGEST_FILE = 1 << 34
 """The largest size of a file in bytes, far above that of any rank's file."""

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from plumbline.core.errors import TraceError
 from plumbline.evidence.projection import fingerprint
-from plumbline.evidence.trace import StoredTensor, dtype_name
+from plumbline.evidence.rank_file import dtype_name
+from plumbline.evidence.trace import StoredTensor
 
 FOLDER = "tensors"
 """The store's folder, beside the files of the launch's ranks."""

@@ -14,7 +14,6 @@ from plumbline.core.outcome import Outcome
 from plumbline.evidence.training_record import SkippedStep, StepRecord
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 Tensors = dict[str, "Tensor"]
@@ -311,8 +310,3 @@ class Trace:
     def elsewhere(self, accelerator: str) -> list[RankTrace]:
         """Return the ranks whose model computed on other types of devices than this one."""
         return [rank for rank in self.ranks if rank.devices and accelerator not in rank.devices]
-
-
-def dtype_name(dtype: torch.dtype | None) -> str:
-    """Return the name of a dtype without the module's, such as ``bfloat16``; "" for None."""
-    return "" if dtype is None else str(dtype).removeprefix("torch.")

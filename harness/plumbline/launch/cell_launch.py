@@ -17,10 +17,10 @@ from plumbline.core.outcome import Outcome
 from plumbline.core.training_behavior import TrainingBehavior
 from plumbline.devices.counting import count
 from plumbline.devices.types import backend_of
-from plumbline.evidence.rank_file import SO_FAR, write_rank
 from plumbline.evidence.read import read_rank, whole_tensors
 from plumbline.evidence.tensor_store import FOLDER
 from plumbline.evidence.trace import STORE_ABOVE, Exit, RankTrace, Trace
+from plumbline.evidence.trace_file import SO_FAR, write_rank
 from plumbline.launch.launch_progress import ChildEnd, LaunchedRankEnd, RunningLaunch, first_to_fail
 from plumbline.launch.pool import Pool
 from plumbline.launch.stacks import calls_of, collective_of

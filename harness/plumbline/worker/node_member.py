@@ -25,7 +25,7 @@ from typing import Any
 from torch import nn
 
 from plumbline.devices.calls import compute_as_named
-from plumbline.evidence import rank_file as evidence
+from plumbline.evidence import trace_file as evidence
 from plumbline.evidence.tensor_store import TensorStore
 from plumbline.recording.process import follow_processes, rank_and_world
 from plumbline.worker.assignment import Assignment

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 
 from plumbline.devices.calls import compute_as_named, seed_all
-from plumbline.evidence.rank_file import RankFile, write_rank
+from plumbline.evidence.trace_file import RankFile, write_rank
 from plumbline.subjects.declare import Subject
 from plumbline.worker.assignment import Assignment, stack_beside
 from plumbline.worker.child_registry import Address

@@ -19,7 +19,7 @@ from plumbline.check.rank.optimizer_gradients import exact_segment, joined
 from plumbline.check.rank.store_exchange import AbsentRankError, Exchange
 from plumbline.check.rank.tensor_digest import tensor_digest
 from plumbline.evidence.projection import fingerprint
-from plumbline.evidence.trace import dtype_name
+from plumbline.evidence.rank_file import dtype_name
 from plumbline.recording.grad_scaler import scale_left
 from plumbline.recording.master_weights import Piece, pieces_of, shape_of
 from plumbline.recording.parameters import ParameterNames, parameters_of

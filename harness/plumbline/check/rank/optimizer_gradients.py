@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer
 from plumbline.check.evidence.training import SEGMENT, BackwardPass, Parameter, as_real, length, segment
 from plumbline.check.rank.local_gradients import ArrivedGradients, has_gradient_hooks
 from plumbline.check.rank.parameter_sample import ParameterSample
-from plumbline.evidence.trace import dtype_name
+from plumbline.evidence.rank_file import dtype_name
 from plumbline.recording.flat_sharding import FlatUnit, flat_units, part_of
 from plumbline.recording.grad_scaler import scale_left
 from plumbline.recording.parameters import ParameterNames, parameters_of

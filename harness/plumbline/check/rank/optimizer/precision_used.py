@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer
 
 from plumbline.check.evidence.training import Facts
 from plumbline.devices.calls import started_types
-from plumbline.evidence.trace import dtype_name
+from plumbline.evidence.rank_file import dtype_name
 from plumbline.recording.observer import WrappingObserver
 from plumbline.recording.parameters import parameters_of
 from plumbline.recording.patching import wrap
