@@ -59,14 +59,21 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'plumbline' has no attribute {name!r}")
+    return getattr(import_uncollected(_HOMES[name]), name)
+
+
+def import_uncollected(module: str) -> Any:
+    """Import a module and return it, without garbage collection meanwhile.
+
+    Objects that modules create stay alive. Searching them for garbage takes longer than creating them.
+    """
     import gc
     import importlib
 
-    # Objects that modules create stay alive. Searching them for garbage takes longer than creating them.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+        return importlib.import_module(module)
     finally:
         if was_enabled:
             gc.enable()

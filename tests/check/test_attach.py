@@ -362,6 +362,27 @@ def test_what_watches_a_training_is_imported_without_what_compiles_it():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.parametrize(
+    "module",
+    [
+        "plumbline.check.rank.joint.comparison",
+        "plumbline.check.rank.observers.document_probe",
+        "plumbline.evidence.trace",
+    ],
+)
+def test_what_few_trainings_need_is_not_imported_before_they_do(module):
+    code = f"import sys, plumbline; plumbline.attach; sys.exit('{module}' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_garbage_is_collected_before_and_after_an_import_but_not_meanwhile(tmp_path, monkeypatch):
+    (tmp_path / "imported_uncollected.py").write_text("import gc\n\nis_collected = gc.isenabled()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert gc.isenabled()
+    assert not plumbline.import_uncollected("imported_uncollected").is_collected
+    assert gc.isenabled()
+
+
 SPAWNED = """
 import sys
 

@@ -85,12 +85,10 @@ def _install(torch: "Any") -> None:
         # plumbline.py in this folder makes the package importable, but not the other packages in its site-packages.
         sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(_HERE)), "worker", "path"))
         try:
-            import plumbline  # noqa: F401
+            import plumbline
         finally:
             del sys.path[0]
-        from plumbline.check.rank.install import activate
-
-        activate(_FOLDER, _note)
+        plumbline.import_uncollected("plumbline.check.rank.install").activate(_FOLDER, _note)
     except Exception as error:
         _note(obstacle=f"the recorder cannot be installed ({type(error).__name__}: {error})")
 

@@ -32,17 +32,13 @@ from plumbline.check.rank.joint.meetings import Meetings, told
 from plumbline.check.rank.joint.reductions import used_after_reductions
 from plumbline.check.rank.joint.stages import Sent, changed_on_the_way, passed_on, successive
 from plumbline.check.rank.joint.uses import followed_uses
-from plumbline.check.rank.joint.weights import JointParameter, JointWeights, has_memory_for, leaves_of, product
+from plumbline.check.rank.joint.weights import STEP, JointParameter, JointWeights, has_memory_for, leaves_of, product
 from plumbline.check.rank.store_exchange import Exchange, NoAgreementError
 from plumbline.replay.call import Activation
 from plumbline.replay.collectives import all_arrive, members_of_groups
 from plumbline.replay.derivatives import InPlace
 from plumbline.replay.function_derivatives import can_be_a_derivative
 from plumbline.replay.precision import ReplayPrecision
-
-STEP = 1e-7
-"""Distance by which weights are moved, relative to their size. float64 keeps nine digits of the difference, and few
-units of a piecewise linear layer change sides."""
 
 LONGER = 2.0**6
 """By how much more, or less, than usual the weights of one parameter are moved."""

@@ -14,8 +14,8 @@ import torch.distributed
 from torch import Tensor
 
 from plumbline.check.rank.joint.copies_and_parts import LIMIT
-from plumbline.check.rank.joint.derivative import STEP
 from plumbline.check.rank.joint.meetings import Meetings
+from plumbline.check.rank.joint.weights import STEP
 from plumbline.check.rank.store_exchange import Exchange
 from plumbline.recording.backward_passes import in_backward
 from plumbline.recording.observer import Facts

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from plumbline.check.rank.joint.comparison import JointComparison
-from plumbline.check.rank.joint.derivative import RankLosses
 from plumbline.check.rank.joint.exchanges import Exchanged, ExchangeFunctions, IsInside, compared_calls, shared_by
 from plumbline.check.rank.joint.forward import RecordedCall
 from plumbline.check.rank.joint.meetings import Meetings
@@ -33,6 +31,9 @@ from plumbline.recording.parameters import ParameterNames, parameters_of
 from plumbline.recording.patching import attempt
 from plumbline.recording.sharding import requested_divisors
 from plumbline.replay.call import Activation
+
+if TYPE_CHECKING:
+    from plumbline.check.rank.joint.comparison import JointComparison
 
 FLAT = (
     "the forward communicates, and FSDP1 keeps its parameters in flat tensors: use fully_shard (FSDP2) to have it "
@@ -68,7 +69,7 @@ class JointSteps(Observer):
         self._roll = Exchange("plumbline joint steps")
         self._functions = ExchangeFunctions()
         self._meetings = Meetings()
-        self._comparison = JointComparison(self._exchange, self._meetings)
+        self._begun: JointComparison | None = None
         self._losses: dict[int, float | None] = {}
         self._left_behind: set[int] = set()
         self._passes: BackwardPasses | None = None
@@ -138,9 +139,9 @@ class JointSteps(Observer):
         receiving = [
             one for one in calls if one.call.receives_activations or not received.keys().isdisjoint(one.cotangents)
         ]
-        if not calls and self._comparison.is_waiting:
-            self._found = self._comparison.resume(list(self._held(*self._waiting)))
-            self._waiting = self._waiting if self._comparison.is_waiting else _NOTHING
+        if not calls and self._begun is not None and self._begun.is_waiting:
+            self._found = self._begun.resume(list(self._held(*self._waiting)))
+            self._waiting = self._waiting if self._begun.is_waiting else _NOTHING
             return
         functions = self._functions.take()
         if not _are_several_ranks() or not (calls or functions):
@@ -164,6 +165,8 @@ class JointSteps(Observer):
             compared = self._compared_functions(functions)
             own_losses = [value for value in values.values() if value is not None]
             shared = shared_by(compared.get("functions", ()))
+            from plumbline.check.rank.joint.derivative import RankLosses
+
             losses = RankLosses(
                 own_losses,
                 together,
@@ -181,6 +184,13 @@ class JointSteps(Observer):
             self._found = found | compared or None
         else:
             self._found = self._compared_functions(functions) or None
+
+    @property
+    def _comparison(self) -> JointComparison:
+        from plumbline.check.rank.joint.comparison import JointComparison  # few trainings need it
+
+        self._begun = self._begun or JointComparison(self._exchange, self._meetings)
+        return self._begun
 
     def _all_take_part(self, part: str) -> bool:
         """Return whether all ranks compare the same ``part`` of a step; a rank that compares none does not wait."""
@@ -215,7 +225,8 @@ class JointSteps(Observer):
         """Drop the kept gradients."""
         super().stop()
         self._functions.stop()
-        self._comparison.forget()
+        if self._begun is not None:
+            self._begun.forget()
         self._waiting = _NOTHING
 
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:

@@ -21,6 +21,10 @@ from plumbline.replay.precision import ReplayPrecision
 from plumbline.replay.random_state import normal
 from plumbline.replay.unsharding import is_distributed
 
+STEP = 1e-7
+"""Distance by which weights are moved, relative to their size. float64 keeps nine digits of the difference, and few
+units of a piecewise linear layer change sides."""
+
 _KEPT = 5
 """Number of float64 copies of a rank's parameters: weights, weights before moving, a direction, and two gradients."""
 

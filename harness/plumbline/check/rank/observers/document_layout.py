@@ -247,3 +247,13 @@ def _fits(one: Tensor, shape: torch.Size) -> bool:
 
 def _is(name: str, words: tuple[str, ...]) -> bool:
     return any(word in name.lower() for word in words)
+
+
+def first_documents(layout: DocumentLayout) -> tuple[Tensor, Tensor]:
+    """Return the positions of the first document in each row with several, and those of the row's other documents."""
+    documents = layout.documents
+    real = documents != PADDING
+    first = documents.gather(1, real.long().argmax(1, keepdim=True))
+    others = real & (documents != first)
+    several = others.any(1, keepdim=True)
+    return real & (documents == first) & several, others

@@ -264,16 +264,6 @@ def _turns(one: _Seen, other: _Seen, others: Tensor) -> bool:
     return leave and not arrive
 
 
-def first_documents(layout: DocumentLayout) -> tuple[Tensor, Tensor]:
-    """Return the positions of the first document in each row with several, and those of the row's other documents."""
-    documents = layout.documents
-    real = documents != PADDING
-    first = documents.gather(1, real.long().argmax(1, keepdim=True))
-    others = real & (documents != first)
-    several = others.any(1, keepdim=True)
-    return real & (documents == first) & several, others
-
-
 _NUMBERS = 4
 """Number of random projections that are kept of the values at each position."""
 

@@ -8,8 +8,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from plumbline.check.evidence.training import Facts
-from plumbline.check.rank.observers.document_layout import DocumentLayout, layout_of, pieces_of, positions_of
-from plumbline.check.rank.observers.document_probe import DocumentProbe, first_documents
+from plumbline.check.rank.observers.document_layout import (
+    DocumentLayout,
+    first_documents,
+    layout_of,
+    pieces_of,
+    positions_of,
+)
 from plumbline.check.rank.observers.objective import ObjectiveObserver
 from plumbline.check.rank.observers.row_hashes import digest, row_hashes
 from plumbline.recording.observer import Observer
@@ -156,6 +161,8 @@ class DocumentObserver(Observer):
         exact: Any,
         native: Any,
     ) -> None:
+        from plumbline.check.rank.observers.document_probe import DocumentProbe  # few trainings need it
+
         vectors = layout.tokens.is_floating_point()
         facts: Facts = {"by": by, "moved": None, "why": "", "limit": 0.0, "vectors": vectors, "gradients": False}
         drawn = attempt(forward_watched, call, ReplayPrecision.NATIVE, native, _run_plainly)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import sysconfig
 from pathlib import Path
 
 from torch.optim.optimizer import Optimizer
@@ -16,7 +15,7 @@ _PACKAGES = ("site-packages", "dist-packages")
 _LIBRARIES = (
     f"{Path(__file__).parents[3]}{os.sep}",  # this package
     f"{Path(sys.modules['torch'].__file__ or '').parent}{os.sep}",
-    f"{sysconfig.get_path('stdlib')}{os.sep}",
+    f"{os.path.dirname(os.__file__)}{os.sep}",
 )
 
 
