@@ -105,9 +105,11 @@ def test_a_screen_is_coloured_on_a_terminal_unless_the_user_objects(monkeypatch,
     assert _form()["colour"] is coloured
 
 
-def test_the_command_begins_before_torch_is_imported():
+@pytest.mark.parametrize("module", ["torch", "importlib.metadata"])
+def test_the_command_begins_before_what_takes_long_is_imported(module):
     code = (
         "import sys; from plumbline.cli.main import main; "
-        "assert main(['check', '--html', '/nowhere/page.html', '--', 'python']) == 4; sys.exit('torch' in sys.modules)"
+        "assert main(['check', '--html', '/nowhere/page.html', '--', 'python']) == 4; "
+        f"sys.exit('{module}' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0

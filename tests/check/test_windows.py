@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import select
 import sys
 
 import pytest
 
+from plumbline.check.command.checked_command import run_and_judge
+from plumbline.check.evidence.options import RecordingOptions
+from plumbline.check.verdict.windows import WindowJudge
 from plumbline.cli.main import main
 
 TRAINING = """
@@ -172,3 +177,18 @@ def test_ranks_that_drift_apart_end_the_command_if_asked(tmp_path, capfd):
 def test_what_ends_the_training_early_is_refused(other, capsys):
     assert main(["check", "--every", "10", other, "--", "true"]) == 4
     assert "--every follows the whole training" in capsys.readouterr().err
+
+
+def test_the_command_begins_before_its_judge_is_ready(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    has_begun = []
+
+    def judge_in(folder):
+        has_begun.extend(select.select([reader], [], [], 60)[0])
+        return WindowJudge(folder, 0, print)
+
+    run_and_judge(["sh", "-c", f"echo > {pipe}"], RecordingOptions(), judge_in=judge_in)
+    os.close(reader)
+    assert has_begun

@@ -138,7 +138,7 @@ def check(options: argparse.Namespace) -> int:
     else:
         checked = run_and_judge(command, recording, options.time_limit, judge_in)
     checked = replace(checked, settings=options.settings)
-    # These modules import torch, so they are imported only now: the command must not wait for that.
+    # These modules import torch, which happens while the command runs.
     from plumbline.check.report.files import write_files, write_report
     from plumbline.check.report.terminal import verdict_screen
     from plumbline.check.verdict.verdict import verdict_of

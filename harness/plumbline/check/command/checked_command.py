@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Protocol
 
+import plumbline
 from plumbline.check.command.running import (
     CommandEnd,
     CommandError,
@@ -42,6 +44,10 @@ the recorder."""
 
 LEAST_ROOM = 16 * 2**20
 """Bytes that must be free in the temporary folder. With less, evidence may be missing."""
+
+
+_JUDGE = "plumbline.check.judge.script_checks"
+"""The module that judges what was recorded. It imports torch, and all that judging needs."""
 
 
 @dataclass(frozen=True)
@@ -110,14 +116,24 @@ def run_and_judge(
         CommandError: the command cannot be started, or there is no folder for evidence.
         TraceError: evidence cannot be read.
     """
+    judges: list[Judge] = []
+
+    def load() -> None:
+        _import_judge()
+        if judge_in is not None:
+            judges.append(judge_in(folder))
+
+    def look() -> None:
+        for judge in judges:
+            judge.look()
+
     with _folder() as folder:
         write_options(folder, options)
-        judge = None if judge_in is None else judge_in(folder)
-        # Importing torch takes a second or more, so it overlaps with the command. A judge has imported it already.
-        loading = Thread(target=import_module, args=("plumbline.check.judge.script_checks",), daemon=True)
+        # Importing torch takes a second or more, so it overlaps with the command.
+        loading = Thread(target=load, daemon=True)
         loading.start()
         try:
-            with closing(ProcessWatch(folder, None if judge is None else judge.look)) as watch:
+            with closing(ProcessWatch(folder, None if judge_in is None else look)) as watch:
                 ended = options.stop or options.dry_run
                 variables = environment(str(folder))
                 end = run_command(command, variables, ENVIRONMENT, watch, time_limit, leaves_nothing=ended)
@@ -129,7 +145,7 @@ def run_and_judge(
 
         begun = time.monotonic()
         trainings = judged_trainings(folder)
-        windows = () if judge is None else _windows(judge)
+        windows = tuple(window for judge in judges for window in _windows(judge))
         trainings = next((one.trainings for one in windows if one.is_wrong), trainings)
         took = time.monotonic() - begun
         processes = read_processes(folder, watch.ended)
@@ -137,6 +153,13 @@ def run_and_judge(
             rerun = partial(record, command, time_limit=time_limit)
             trainings = with_resplit(trainings, lambda options, deal: rerun(options, deal).trainings)
         return CheckedCommand(tuple(command), options, end, processes, trainings, took, time_limit, full, lost, windows)
+
+
+def _import_judge() -> None:
+    if _JUDGE not in sys.modules:
+        plumbline.import_uncollected(_JUDGE)
+        # Judging would search the objects of torch's modules for garbage, and so would the end of this program.
+        gc.freeze()
 
 
 def _windows(judge: Judge) -> tuple[JudgedWindow, ...]:
