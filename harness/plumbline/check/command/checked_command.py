@@ -139,6 +139,8 @@ def run_and_judge(
                 end = run_command(command, variables, ENVIRONMENT, watch, time_limit, leaves_nothing=ended)
         finally:
             loading.join()  # otherwise two threads would import torch at the same time
+            if judge_in is not None and not judges:
+                judges.append(judge_in(folder))  # raises what it raised in the thread
         lost = not folder.is_dir()
         full = folder.parent if not lost and shutil.disk_usage(folder).free < LEAST_ROOM else None
         from plumbline.check.judge.script_checks import judged_trainings, with_resplit
@@ -295,7 +297,7 @@ def run_interrupted(
         command: what starts the training, with ``FOLDER`` in it.
         again: what resumes it.
         options: what to record of the resumed training.
-        steps: the number of steps after which the first training is ended, before it begins another one.
+        steps: the number of steps after which the first training is ended, before its next step.
         say: called with a line before each training.
         time_limit: seconds for each training.
 
@@ -334,7 +336,10 @@ def run_interrupted(
             say("plumbline: 3 of 3: training without an interruption")
             # Twice as many further steps as were resumed: the resumed training may have skipped batches.
             recording = RecordingOptions(steps + 2 * options.steps, stop=True, **_STATE_ALONE)
-            whole = record(_in(command, f"{saved}/whole"), recording, time_limit=time_limit).trainings
+            last = record(_in(command, f"{saved}/whole"), recording, time_limit=time_limit)
+            if last.end.by is EndedBy.USER:
+                raise KeyboardInterrupt
+            whole = last.trainings
     from plumbline.check.judge.script_checks import with_resumption
 
     return replace(resumed, trainings=with_resumption(first.trainings, resumed.trainings, whole, steps, why))
