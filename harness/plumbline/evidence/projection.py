@@ -1,7 +1,7 @@
 """Random projections of tensors, and fingerprints of their bits.
 
 A tensor x of n entries is read as rows of C columns. P x has ROWS numbers per column: each is a sum over the rows,
-weighted with fixed numbers from an integer hash. So P x is the same on every device and in every version of torch; P (a
+weighted with fixed numbers from an integer hash. So P is the same on every device and in every version of torch; P (a
 - b) = P a - P b; and E |P x|² = |x|² over the choice of weights. The tensor is read chunk by chunk, with buffers that
 fit into a cache, which costs about as much as copying the tensor.
 
@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 ROWS = 8
-"""Numbers per column: an error in a column changes them."""
+"""Numbers of the projection for each column; an error in a column changes all of them."""
 
 NUMBERS = 512
-"""The default count of numbers in a projection: they determine a norm to 6 %, and take 4 KiB."""
+"""The default count of numbers in a projection: they determine a squared norm to 6 %, and take 4 KiB."""
 
 CHUNK = 1024
 """Rows that share one matrix of weights. Chunks differ by a factor for each number."""
@@ -39,7 +39,7 @@ _SCALE = 2.0**-15
 """Makes the average norm of a projection that of the tensor, to a thousandth. A power of two, so it rounds nothing."""
 
 _LEAST_WEIGHT, _LEAST_FACTOR = 65, 85
-"""Weights are between 65 and 128, factors between 85 and 148: 8 × their mean squares is nearly 4¹⁵."""
+"""Weights are between 65 and 128, factors between 85 and 148: 8 × the product of their mean squares is nearly 4¹⁵."""
 
 _WORDS = 1024
 
@@ -48,15 +48,15 @@ _BLOCK = 32
 
 
 def fingerprint(tensor: Tensor) -> int:
-    """Return a hash of a tensor's bits. Equal tensors of one shape and dtype have the same one.
+    """Return a hash of a tensor's values. Equal tensors of one shape and dtype have equal ones.
 
-    Different ones have the same with a probability of only 2⁻⁶⁴.
+    Different tensors have equal ones with a probability of about 2⁻⁶³, and of 2⁻²⁹ if they differ only in two signs.
     """
     return fingerprints([tensor])[0]
 
 
 def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the fingerprint of each tensor. Together, small tensors take far fewer operations than one by one."""
+    """Return the fingerprint of each tensor. Together, small tensors take far fewer operations than alone."""
     found: dict[int, int] = {}
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
     for number, one in enumerate(tensors):
@@ -76,7 +76,8 @@ def project(tensor: Tensor, numbers: int = NUMBERS, *, split: bool = True) -> Te
         tensor: of any shape and strides, with floating-point numbers. It is projected where it lies.
         numbers: a power of two, from 8 to 2048.
         split: False leaves float64 numbers whole, so that there is one row. Sums over n entries then round as sums in
-            float64 do: by about √n 2⁻⁵³ of the norm (Higham and Mary 2019), which is enough where float32 is the noise.
+            float64 do: by about √n 2⁻⁵³ of the norm (Higham and Mary 2019), which is enough where float32's rounding is
+            the noise.
     """
     flat = tensor.detach().reshape(-1)
     count, columns, device = flat.numel(), numbers // ROWS, flat.device
@@ -151,6 +152,11 @@ class _Memory(threading.local):
 
 
 _MEMORY = _Memory()
+
+
+def free_buffers() -> None:
+    """Free the buffers of this thread. They are allocated again when they are needed."""
+    _MEMORY.buffers.clear()
 
 
 def _scratch(use: str, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -39,7 +39,7 @@ class RankFile:
         self._lock = Lock()
 
     def write_so_far(self) -> None:
-        """Write what has been recorded so far, unless the whole trace was written."""
+        """Write what has been recorded so far, unless ``finish`` was called."""
         with self._lock:
             if not self._finished:
                 write_rank(so_far_path(self._path), self._so_far())

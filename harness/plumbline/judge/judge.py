@@ -1,4 +1,4 @@
-"""Judges a training, of a subject or of a script: runs its checks and returns their findings."""
+"""Judges a training, of a subject or of a script: runs its checks, and marks findings that follow from others."""
 
 from __future__ import annotations
 

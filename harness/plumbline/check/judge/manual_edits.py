@@ -1,4 +1,4 @@
-"""What a script itself does to gradients between the backward pass and the step; much of it is intended."""
+"""Decides whether wrong gradients may be intended: the script changes them between the backward pass and the step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks that ranks of one model begin with the same weights, hold the same after each step, and train the same."""
+"""Checks that ranks of one model begin with the same weights, keep them the same, and train the same parameters."""
 
 from __future__ import annotations
 

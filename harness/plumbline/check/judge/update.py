@@ -1,4 +1,4 @@
-"""Checks that each optimizer applied the update of its class in float64, once, and to this rank's weights only."""
+"""Compares each optimizer's step with its replay in float64: it is taken once, and changes only this rank's weights."""
 
 from __future__ import annotations
 

@@ -65,8 +65,9 @@ class RecorderHook(partial[None]):
 class LocalGradients:
     """Follows backward passes with hooks on the leaves, which run before those of DistributedDataParallel.
 
-    A gradient arrives when the script's own hooks on its leaf have run. If they communicate, they may reduce it over
-    ranks: what arrived is then what they were given. ``reducing`` has the ids of such parameters.
+    A gradient arrives after the script's own hooks on its leaf, if they were registered before the recording. If they
+    communicate, they may have reduced it over ranks, so what they were given counts as what arrived. ``reducing`` has
+    the ids of such parameters.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class LocalGradients:
         self._first.append(handle)
         hooks = leaf._backward_hooks
         ordered = sorted(hooks.items(), key=lambda one: one[0] != handle.id)
-        hooks.clear()  # autograd runs hooks in the order of their insertion, which move_to_end() does not change
+        hooks.clear()  # autograd runs hooks in insertion order, which move_to_end() does not change
         hooks.update(ordered)
 
     def stop(self) -> None:
@@ -123,6 +124,7 @@ class LocalGradients:
         self._handles.clear()
         self._first.clear()
         self._given.clear()
+        self.reducing.clear()
 
     def _pass_begins(self, number: int, roots: Sequence[Tensor]) -> None:
         self.current = ArrivedGradients(number, by_grad=self.passes.is_by_grad)

@@ -41,6 +41,7 @@ from plumbline.check.rank.tensor_digest import unchanged
 from plumbline.check.rank.training_passes import NameObserver, TrainingPasses
 from plumbline.check.rank.unclipped import UnclippedGradients
 from plumbline.devices.freed_memory import keep_freed_memory, return_freed_memory
+from plumbline.evidence.projection import free_buffers
 from plumbline.recording.grad_scaler import skips_in_its_kernel
 from plumbline.recording.observer import Observer, Observers
 from plumbline.recording.optimizer_steps import OptimizerSteps
@@ -249,6 +250,7 @@ class TrainingRecorder:
             self._ended = True
             self._passes.stop()
             self._errors.keep(self._observers.stop)
+            free_buffers()
             return_freed_memory()
 
     def step_begins(self, optimizer: Optimizer, *, has_closure: bool) -> None:

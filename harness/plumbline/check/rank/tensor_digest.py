@@ -15,25 +15,25 @@ from plumbline.evidence.rank_file import tensor_bytes
 from plumbline.recording.sharding import is_data_parallel_shard, is_shard, local
 
 SMALL = 1024
-"""Tensors with at most this many entries are hashed byte by byte: for many small tensors, calls would cost more than
-memory traffic."""
+"""Tensors with at most this many entries are hashed byte by byte: for them, torch's operations would cost more than
+copying the bytes. At most ``projection.CHUNK``."""
 
 _NUMBERS = 64
 _DENSE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def tensor_digest(tensor: Tensor) -> str | None:
-    """Return a digest of a tensor's values, on whatever device; None where they cannot be read (meta, a shard)."""
+    """Return a digest of a tensor's values, on any device; None where they cannot be read (meta, a shard)."""
     return tensor_digests([tensor])[0]
 
 
 def tensor_digests(tensors: Sequence[Tensor]) -> list[str | None]:
-    """Return the digest of each tensor. Together, they take far fewer operations than one by one."""
+    """Return the digest of each tensor. Digesting them together takes far fewer operations than one by one."""
     readable = [(one, readable_values(one)) for one in tensors]
     large = [one for one, values in readable if values is not None and _is_large(values)]
     prints = dict(zip(map(id, large), weights_prints(large), strict=True))
     return [
-        f"{prints[id(one)] & (1 << 64) - 1:016x}" if id(one) in prints else None if values is None else _hashed(values)
+        (_hexadecimal(prints[id(one)]) if id(one) in prints else None if values is None else _hashed(values))
         for one, values in readable
     ]
 
@@ -44,9 +44,9 @@ def digest_and_projection(tensor: Tensor) -> tuple[str | None, list[float] | Non
 
 
 def projection(tensor: Tensor) -> list[float] | None:
-    """Return a projection of a tensor to ``ROWS`` numbers, float64. It is linear, and the same for all of one shape.
+    """Return a projection to ``ROWS`` float64 numbers, which is the same linear map for all tensors of one shape.
 
-    It is None where there is no finite one.
+    It is None if the tensor cannot be read, or the projection is not finite.
     """
     values = readable_values(tensor)
     if values is None or values.dtype not in _DENSE:
@@ -61,10 +61,10 @@ def projection(tensor: Tensor) -> list[float] | None:
 
 
 def sampled(values: Tensor, most: int) -> Tensor:
-    """Return at most ``most`` entries of a tensor, evenly spaced; all of it where taking some would cost as much."""
+    """Return at most ``most`` entries of a tensor, evenly spaced; all of it if a sample would cost as much."""
     if values.numel() <= most or not values.is_contiguous():
         return values
-    stride = -(-values.numel() // most) | 1  # an odd one walks through all columns
+    stride = -(-values.numel() // most) | 1  # an odd one does not stay in one column of many
     return values.view(-1)[::stride]
 
 
@@ -76,6 +76,10 @@ def readable_values(tensor: Tensor) -> Tensor | None:
     if values.is_meta or values.layout is not torch.strided or values.is_quantized:
         return None
     return torch.view_as_real(values) if values.is_complex() else values
+
+
+def _hexadecimal(number: int) -> str | None:
+    return f"{number & (1 << 64) - 1:016x}" if number else None
 
 
 def _is_large(values: Tensor) -> bool:
@@ -101,7 +105,7 @@ _MOMENT = _Moment()
 
 @contextmanager
 def unchanged() -> Iterator[None]:
-    """A context in which no tensor changes, so that the fingerprint of each is computed only once."""
+    """A context in which the caller promises that no tensor changes: each fingerprint is computed only once."""
     before, _MOMENT.known = _MOMENT.known, {}
     try:
         yield
@@ -113,7 +117,7 @@ _UNREADABLE = RuntimeError, NotImplementedError, TypeError
 
 
 def weights_prints(parameters: Sequence[Tensor]) -> list[int]:
-    """Return the fingerprints of this rank's parts of parameters; 0 if the bits of one are not accessible."""
+    """Return the fingerprints of this rank's parts of parameters; 0 for a part whose memory cannot be read."""
     known = {} if _MOMENT.known is None else _MOMENT.known
     new = [one for one in parameters if id(one) not in known]
     try:

@@ -23,7 +23,8 @@ class RightUpdates:
     ``finite``: where they are finite, None if all are. DeepSpeed pads partitions with memory that it does not
     initialize, which can hold NaN. ``right`` and ``native``: segments of the right updates, and of those in the
     parameters' own precision. ``native`` is None if the optimizer's class is one of torch's own, unless the class
-    itself ``lowers`` the precision. ``noise``: how far rounding may take each update; ``unit``: one rounding of it.
+    itself ``lowers`` the precision. ``noise``: the largest error of each update that rounding explains;
+    ``unit``: half a unit in the last place at its size.
     """
 
     numbers: Sequence[int]
@@ -40,7 +41,7 @@ class RightUpdates:
     def of(
         optimizer: Optimizer, numbers: Sequence[int], parameters: Sequence[Tensor], after: Sequence[ReplayedStep]
     ) -> RightUpdates:
-        """Return the updates of parameters from their replayed step."""
+        """Return the right updates of ``parameters`` from the replays ``after`` of their step."""
         before = _joined(parameters, copied=True)
         finite = None if is_finite(before) else before.isfinite()
         sizes = [as_real(local(one)).numel() for one in parameters]
@@ -48,8 +49,8 @@ class RightUpdates:
         roundings = ([one.native for one in after], [one.traced for one in after if one.traced is not None])
         rough = [_masked(_joined(one), finite) for one in roundings if one]
         distances = [_norms((one - exact).split(sizes)) for one in rough]  # type: ignore[no-untyped-call]
-        update = exact.sub_(weights)
-        # A copy of a class that is not torch's own must repeat the step, or its replay in float64 proves nothing.
+        update = exact - weights
+        # A copy of a class that is not torch's own must reproduce the step, or its replay in float64 proves nothing.
         judged_natively = after[0].lowered or not is_of_torch(optimizer)
         native = _segments(rough[0].double() - weights, before.dtype, sizes) if judged_natively else None
         lengths = zip(_norms(weights.double().split(sizes)), _norms(update.split(sizes)), strict=True)  # type: ignore[no-untyped-call]
@@ -62,7 +63,10 @@ class RightUpdates:
         )  # fmt: skip
 
     def rows(self, parameters: Sequence[Tensor]) -> list[list[float]]:
-        """Return the rows for ``UpdateReplay`` from all of the optimizer's parameters after their step."""
+        """Compare the optimizer's ``parameters`` after the step: return a row for each, as ``UpdateReplay`` describes.
+
+        There are none if the step changed a shape.
+        """
         own = [parameters[number] for number in self.numbers]
         if [local(one).shape for one in own] != self.shapes:
             return []
@@ -89,8 +93,8 @@ def _masked(values: Tensor, finite: Tensor | None) -> Tensor:
 def _segments(updates: Tensor, dtype: torch.dtype, sizes: Sequence[int]) -> list[Tensor]:
     """Return the segments of float64 updates of weights of a dtype.
 
-    Projecting float32 numbers is far cheaper. This rounds an update by less than adding it to the weights does, unless
-    the weights are float64.
+    Projecting float32 numbers is far cheaper. This rounds an update by no more than adding it to the weights does,
+    unless the weights are float64.
     """
     return [segment(one) for one in (updates if dtype == torch.float64 else updates.float()).split(sizes)]  # type: ignore[no-untyped-call]
 
