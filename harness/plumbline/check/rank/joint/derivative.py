@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from plumbline.check.rank.joint.copies_and_parts import (
 from plumbline.check.rank.joint.forward import JointForward, RecordedCall, unit_of
 from plumbline.check.rank.joint.holders import note_holders
 from plumbline.check.rank.joint.meetings import Meetings, told
+from plumbline.check.rank.joint.own_shards import along_dimensions
 from plumbline.check.rank.joint.reductions import used_after_reductions
 from plumbline.check.rank.joint.stages import Sent, changed_on_the_way, passed_on, successive
 from plumbline.check.rank.joint.uses import followed_uses
@@ -257,7 +258,7 @@ class JointDerivative:
         self.changed, self.not_compared = changed_on_the_way(passed, self.unit)
         gathered = leaves_of(one.call.module for one in calls)
         self._weights = JointWeights(ReplayPrecision.FLOAT64, held, gathered)
-        self._forward = JointForward(calls, self._weights)
+        self._forward = JointForward(self._with_own_losses(calls), self._weights)
         counts = exchange.values([losses.begin_at_losses.get(number, True) for number in self._forward.passes])
         self._at_losses: list[list[bool]] = counts
         self.may_pass_on = any(self.communicate) and not all(map(all, self._at_losses))
@@ -318,6 +319,25 @@ class JointDerivative:
         first, *others = (self._losses[rank] for rank in ranks)
         near = max(self.unit, SAME_FACTOR)
         return self._are_computed_together and bool(first) and all(_are_equal(own, first, near) for own in others)
+
+    def _with_own_losses(self, calls: Sequence[RecordedCall]) -> list[RecordedCall]:
+        """Return the calls, ``apart`` only along a dimension of a mesh with all losses, if these differ.
+
+        Gradients that are summed over some dimensions and averaged over others have no ``Reading``.
+        """
+        near = max(self.unit, SAME_FACTOR)
+        own = [
+            [
+                dimension
+                for dimension, ranks in along_dimensions(one.cotangents).items()
+                if dimension in one.apart
+                and len(ranks) == self.losses
+                and not all(_are_equal(self._losses[ranks[0]], self._losses[rank], near) for rank in ranks)
+            ]
+            for one in calls
+        ]
+        agree = all(other == own for other in self._exchange.values(own))
+        return [replace(one, apart=frozenset(each if agree else ())) for one, each in zip(calls, own, strict=True)]
 
     def _are_shared(self, ranks: int) -> bool:
         """Return whether every loss is that of as many ranks, or of a multiple of this number."""

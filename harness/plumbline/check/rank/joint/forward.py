@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from plumbline.check.rank.joint.own_shards import gathered_over_others
 from plumbline.check.rank.joint.weights import JointWeights
 from plumbline.check.rank.store_exchange import NoAgreementError
 from plumbline.recording.sharding import reduction_dtypes, whole
@@ -28,11 +29,23 @@ from plumbline.replay.unsharding import computing_dtypes
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """A call, the gradients that arrived at its outputs, and the loss scales, by the numbers of backward passes."""
+    """A call, the gradients that arrived at its outputs, and the loss scales, by the numbers of backward passes.
+
+    ``apart``: the dimensions of the mesh along which each rank's loss uses only its own shard of the outputs.
+    """
 
     call: TrackedCall
     cotangents: Mapping[int, Sequence[Tensor | None]]
     scales: Mapping[int, float]
+    apart: frozenset[int] = frozenset()
+
+    def counted(self, output: Tensor, cotangent: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the parts of an output, and of the gradient at it, that this rank counts in S."""
+        placements = getattr(output, "placements", None)
+        if not self.apart or placements is None:
+            return whole(output), whole(cotangent)
+        ours, theirs = (gathered_over_others(one, placements, self.apart) for one in (output, cotangent))
+        return ours, theirs
 
 
 class JointForward:
@@ -161,7 +174,7 @@ class JointForward:
                     magnitude += size / scale
                 for output, cotangent in zip(own, cotangents, strict=True):
                     if cotangent is not None:
-                        ours, theirs = whole(output), whole(cotangent).to(output.dtype)
+                        ours, theirs = one.counted(output, cotangent.to(output.dtype))
                         found[number] += _product(ours, theirs) / scale
                         magnitude += float(ours.norm() * theirs.norm()) / scale
         self.magnitude = max(self.magnitude, magnitude)

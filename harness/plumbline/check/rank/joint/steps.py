@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from torch.optim.optimizer import Optimizer
 from plumbline.check.rank.joint.exchanges import Exchanged, ExchangeFunctions, IsInside, compared_calls, shared_by
 from plumbline.check.rank.joint.forward import RecordedCall
 from plumbline.check.rank.joint.meetings import Meetings
+from plumbline.check.rank.joint.own_shards import dimensions_of_shards
 from plumbline.check.rank.joint.pieces import JointPieces
 from plumbline.check.rank.joint.pipelines import Pipelines
 from plumbline.check.rank.joint.stages import Sent, digests, sent_as_product, sent_for
@@ -31,6 +33,7 @@ from plumbline.recording.parameters import ParameterNames, parameters_of
 from plumbline.recording.patching import attempt
 from plumbline.recording.sharding import requested_divisors
 from plumbline.replay.call import Activation
+from plumbline.replay.unsharding import is_distributed
 
 if TYPE_CHECKING:
     from plumbline.check.rank.joint.comparison import JointComparison
@@ -75,6 +78,7 @@ class JointSteps(Observer):
         self._passes: BackwardPasses | None = None
         self._sent: dict[int, list[Sent]] = {}
         self._products: dict[int, Sent] = {}
+        self._shards: dict[int, Mapping[int, frozenset[int]]] = {}
         self._found: Facts | None = None
         self._waiting = _NOTHING
         self._communicates = False
@@ -107,6 +111,8 @@ class JointSteps(Observer):
             self._left_behind.add(number)
         if ends_in_loss and len(roots) == 1 and (product := attempt(sent_as_product, roots[0])) is not None:
             self._products[number] = product
+        if any(is_distributed(one) for optimizer in self._optimizers for one in parameters_of(optimizer)):
+            self._shards[number] = attempt(dimensions_of_shards, roots) or {}
         given = zip(roots, () if self._passes is None else self._passes.given, strict=False)
         sent = [attempt(sent_for, root, one) for root, one in given if one is not None and not is_number(root)]
         if known := [one for one in sent if one is not None]:
@@ -135,6 +141,9 @@ class JointSteps(Observer):
         sent = [one for number in sorted(numbers) for one in self._sent.pop(number, ())]
         products = {number: self._products.pop(number) for number in numbers & self._products.keys()}
         together = self._functions.take_has_communicated()
+        shards = {number: self._shards.pop(number, {}) for number in sorted(numbers)}
+        if not together:  # otherwise the losses of several ranks may depend on a shard
+            calls = [replace(one, apart=_apart(one, shards)) for one in calls]
         in_parts = communicates or None in values.values() or any(one.call.is_distributed for one in calls)
         receiving = [
             one for one in calls if one.call.receives_activations or not received.keys().isdisjoint(one.cotangents)
@@ -277,6 +286,12 @@ class JointSteps(Observer):
             return f"{number}"
         before = "receives activations" if any(user is one for one in receiving) else ""
         return before if all(ends_in_loss[one] for one in user.cotangents) else f"{before} sends activations"
+
+
+def _apart(one: RecordedCall, shards: Mapping[int, Mapping[int, frozenset[int]]]) -> frozenset[int]:
+    """Return the dimensions of the mesh over which all backward passes begin at losses of this rank's shards."""
+    every = [shards.get(number, {}).get(one.call.number, frozenset()) for number in one.cotangents]
+    return frozenset.intersection(*every) if every else frozenset()
 
 
 def _may_be_left_behind(root: Tensor) -> bool:
