@@ -85,7 +85,7 @@ def project(tensor: Tensor, numbers: int = NUMBERS, *, split: bool = True) -> Te
     rows = max(1, min(CHUNK, -(-count // columns)))  # all if one chunk is enough
     chunk = rows * columns
     sums: list[Tensor] = []
-    for part in flat.split(_group(device)):  # type: ignore[no-untyped-call]
+    for part in torch.split(flat, _group(device)):
         size = part.numel()
         wide = _scratch("wide", max(chunk, _multiple(size, chunk)), torch.float64, device)
         if size < wide.numel():

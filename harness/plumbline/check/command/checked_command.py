@@ -139,8 +139,8 @@ def run_and_judge(
                 end = run_command(command, variables, ENVIRONMENT, watch, time_limit, leaves_nothing=ended)
         finally:
             loading.join()  # otherwise two threads would import torch at the same time
-            if judge_in is not None and not judges:
-                judges.append(judge_in(folder))  # raises what it raised in the thread
+        if judge_in is not None and not judges:
+            judges.append(judge_in(folder))  # raises what it raised in the thread
         lost = not folder.is_dir()
         full = folder.parent if not lost and shutil.disk_usage(folder).free < LEAST_ROOM else None
         from plumbline.check.judge.script_checks import judged_trainings, with_resplit

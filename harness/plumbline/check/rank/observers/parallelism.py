@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from plumbline.check.evidence.training import Facts
+from plumbline.evidence.rank_file import dtype_name
 from plumbline.recording.flat_sharding import flat_units
 from plumbline.recording.observer import Observer
 from plumbline.recording.parameters import parameters_of
@@ -255,7 +256,7 @@ class ParallelismObserver(Observer):
 def _size_and_dtype(value: Any) -> tuple[int, str]:
     """Return how many entries the tensors in a value have, and the dtype of the first one."""
     if isinstance(value, torch.Tensor):
-        return value.numel(), str(value.dtype).removeprefix("torch.")
+        return value.numel(), dtype_name(value.dtype)
     found = list(map(_size_and_dtype, value)) if isinstance(value, (list, tuple)) else []
     return sum(size for size, _ in found), next((dtype for _, dtype in found if dtype), "")
 

@@ -48,12 +48,12 @@ class RightUpdates:
         weights, exact = (_masked(one, finite) for one in (before, _joined([one.exact for one in after])))
         roundings = ([one.native for one in after], [one.traced for one in after if one.traced is not None])
         rough = [_masked(_joined(one), finite) for one in roundings if one]
-        distances = [_norms((one - exact).split(sizes)) for one in rough]  # type: ignore[no-untyped-call]
+        distances = [_norms(torch.split(one - exact, sizes)) for one in rough]
         update = exact - weights
         # A copy of a class that is not torch's own must reproduce the step, or its replay in float64 proves nothing.
         judged_natively = after[0].lowered or not is_of_torch(optimizer)
         native = _segments(rough[0].double() - weights, before.dtype, sizes) if judged_natively else None
-        lengths = zip(_norms(weights.double().split(sizes)), _norms(update.split(sizes)), strict=True)  # type: ignore[no-untyped-call]
+        lengths = zip(*(_norms(torch.split(one, sizes)) for one in (weights.double(), update)), strict=True)
         lowers = after[0].lowered and is_of_torch(optimizer)
         unit = [(old + moved) * torch.finfo(before.dtype).eps / 2 for old, moved in lengths]
         return RightUpdates(
@@ -90,13 +90,13 @@ def _masked(values: Tensor, finite: Tensor | None) -> Tensor:
     return values if finite is None else values.masked_fill(~finite, 0)
 
 
-def _segments(updates: Tensor, dtype: torch.dtype, sizes: Sequence[int]) -> list[Tensor]:
+def _segments(updates: Tensor, dtype: torch.dtype, sizes: list[int]) -> list[Tensor]:
     """Return the segments of float64 updates of weights of a dtype.
 
     Projecting float32 numbers is far cheaper. This rounds an update by no more than adding it to the weights does,
     unless the weights are float64.
     """
-    return [segment(one) for one in (updates if dtype == torch.float64 else updates.float()).split(sizes)]  # type: ignore[no-untyped-call]
+    return [segment(one) for one in torch.split(updates if dtype == torch.float64 else updates.float(), sizes)]
 
 
 def _norms(tensors: Sequence[Tensor]) -> list[float]:

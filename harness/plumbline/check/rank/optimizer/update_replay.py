@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from plumbline.check.evidence.training import Facts
+from plumbline.check.evidence.training import Facts, as_real
 from plumbline.check.rank.optimizer.optimizer_replay import (
     Guard,
     NeedsOtherRanks,
@@ -295,14 +295,9 @@ def _has_hooks(optimizer: Optimizer) -> bool:
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
-def _real(tensor: Tensor) -> Tensor:
-    own = local(tensor.detach())
-    return torch.view_as_real(own) if own.is_complex() else own
-
-
 def _are_bfloat16(parameters: Sequence[Tensor]) -> bool:
     """Return whether all weights are bfloat16 numbers, although they are stored in float32 or float64."""
-    own = [_real(parameter) for parameter in parameters]
+    own = [as_real(local(parameter.detach())) for parameter in parameters]
     return all(
         one.dtype in (torch.float32, torch.float64) and torch.equal(one.bfloat16().to(one.dtype), one) for one in own
     )
